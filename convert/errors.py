@@ -1,0 +1,133 @@
+"""Every error a user can meet, its exit code, and the one place that turns it into text.
+
+An error has four parts: *what* is wrong, *where*, *expected* and *found*, and a *hint* that can be pasted.
+Parts that would add nothing are left out. Each class carries the process exit code; each instance carries
+a stable ``code`` slug that tests and JSON consumers may rely on.
+"""
+
+from collections.abc import Sequence
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_REFUSED = 3
+EXIT_VERIFY = 4
+EXIT_SIGINT = 130
+EXIT_SIGTERM = 143
+
+SHOWN = 3  # members of a list that the text form names; the JSON form names all of them
+
+
+class W4PackError(Exception):
+    """Something failed. ``str(err)`` is the full text form, without the leading ``error:``."""
+
+    exit_code = EXIT_FAILED
+    default_code = "failed"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        code: str | None = None,
+        where: str | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.code = code or self.default_code
+        self.where = where
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        for label in ("where", "expected", "found"):
+            value = getattr(self, label)
+            if value is not None:
+                lines.append(f"  {label}: {value}")
+        if self.hint is not None:
+            lines += ["", f"hint: {self.hint}"]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the fields of the ``error`` event (design: command line, JSON shapes)."""
+        return {
+            "event": "error",
+            "code": self.code,
+            "exit": self.exit_code,
+            "what": self.what,
+            "where": self.where,
+            "expected": self.expected,
+            "found": self.found,
+            "hint": self.hint,
+        }
+
+
+class SourceError(W4PackError):
+    """The input is broken, unreadable or hostile."""
+
+    default_code = "source"
+
+
+class OutputError(W4PackError):
+    """The output cannot be written: disk full, no permission, folder not empty."""
+
+    default_code = "output"
+
+
+class HubError(W4PackError):
+    """The Hub could not be reached, or said no."""
+
+    default_code = "hub"
+
+
+class UsageError(W4PackError):
+    """Options or arguments that make no sense together."""
+
+    exit_code = EXIT_USAGE
+    default_code = "usage"
+
+
+class VerifyError(W4PackError):
+    """A check of an output failed."""
+
+    exit_code = EXIT_VERIFY
+    default_code = "verify"
+
+
+class Refused(W4PackError):
+    """The plan says no: the input was understood, and the target cannot carry it, or it is ambiguous.
+
+    ``problems`` holds every reason that was found, not just the first: the text form shows the first few of
+    each rule with a count, the JSON form all of them.
+    """
+
+    exit_code = EXIT_REFUSED
+    default_code = "refused"
+
+    problems: tuple[W4PackError, ...] = ()
+
+    @classmethod
+    def together(cls, problems: Sequence[W4PackError]) -> W4PackError:
+        """Merge ``problems`` into one error; a broken source (exit 1) outranks a refusal (exit 3)."""
+        if len(problems) == 1:
+            return problems[0]
+        broken = [p for p in problems if p.exit_code == EXIT_FAILED]
+        merged: W4PackError
+        first = (broken or list(problems))[0]
+        merged = SourceError(first.what, code=first.code) if broken else cls(first.what, code=first.code)
+        merged.where, merged.expected, merged.found, merged.hint = first.where, first.expected, first.found, first.hint
+        merged.problems = tuple(problems)  # type: ignore[attr-defined]
+        return merged
+
+    # The text form of several problems lives in `describe_problems`, used by the command line.
+
+
+def name_some(names: Sequence[str], shown: int = SHOWN) -> str:
+    """Join the first ``shown`` names and the count of the rest: ``a, b, c and 41 more``."""
+    head = ", ".join(names[:shown])
+    rest = len(names) - shown
+    return f"{head} and {rest} more" if rest > 0 else head

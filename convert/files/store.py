@@ -1,0 +1,39 @@
+"""Where a checkpoint's bytes come from: a local folder or the Hub, behind one small interface.
+
+Nothing above this module knows whether a read is a ``pread`` or an HTTP range request.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class Blob(Protocol):
+    """One file that can be read at offsets."""
+
+    name: str
+    size: int
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset``. Raises SourceError, naming the file, on a short read or an OS error."""
+        ...
+
+
+class Store(Protocol):
+    """A read-only set of files with relative POSIX names (subfolders included)."""
+
+    label: str  # what messages call it: the path as given, or ORG/NAME@revision
+    bytes_read: int
+
+    def files(self) -> Mapping[str, int]:
+        """Names and sizes in bytes."""
+        ...
+
+    def read(self, name: str, limit: int) -> bytes:
+        """Return a small file whole. Raises SourceError if it is missing or larger than ``limit`` bytes."""
+        ...
+
+    def blob(self, name: str) -> Blob:
+        """Open a file for reading at offsets. Raises SourceError if it is missing or unreadable."""
+        ...
+
+    def close(self) -> None: ...
