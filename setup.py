@@ -1,0 +1,58 @@
+"""The part of packaging that pyproject.toml cannot say: the checkout's root *is* the package ``w4pack``.
+
+See docs/decisions/0001-packaging.md. Everything else stands in pyproject.toml.
+"""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+ROOT_MODULES = ("__init__", "__main__", "cli")  # any other .py at the root is a stray, not part of w4pack
+FOLDERS = ("convert", "kernels")
+
+
+def packages() -> list[str]:
+    """Return every folder below ``convert`` and ``kernels`` as a package; ``kernels`` has no __init__ file."""
+    found = ["w4pack"]
+    for top in FOLDERS:
+        below = find_namespace_packages(str(ROOT / top), exclude=["*__pycache__*"])
+        found += [f"w4pack.{top}", *(f"w4pack.{top}.{name}" for name in below)]
+    return found
+
+
+class BuildPy(build_py):
+    """Keep strays of the root out of the wheel; in editable mode lay down a folder named ``w4pack``."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        modules = super().find_package_modules(package, package_dir)
+        return [m for m in modules if package != "w4pack" or m[1] in ROOT_MODULES]
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            link_dev_tree(ROOT)
+
+
+def link_dev_tree(root: Path) -> None:
+    """Make ``build/dev/w4pack`` of relative links: type checkers do not follow the editable finder."""
+    tree = root / "build" / "dev" / "w4pack"
+    tree.mkdir(parents=True, exist_ok=True)
+    for name in (*(f"{module}.py" for module in ROOT_MODULES), "py.typed", *FOLDERS):
+        link = tree / name
+        if not link.is_symlink():
+            link.symlink_to(Path("..", "..", "..", name))
+
+
+setup(
+    package_dir={"w4pack": "."},
+    packages=packages(),
+    package_data={
+        "w4pack": ["py.typed"],
+        "w4pack.convert": ["**/*.json"],
+        "w4pack.kernels": ["*.json", "cubins/*", "tiles/*.json"],
+    },
+    include_package_data=False,
+    cmdclass={"build_py": BuildPy},
+)
