@@ -86,3 +86,35 @@ class TargetModel:
 def get(name: str) -> ModuleType:
     """Import and return the module of dialect ``name``. Raises KeyError for an unknown one."""
     return import_module(f"{__name__}.{DIALECTS[name]}")
+
+
+# Keys that only one dialect writes, for blocks without a method name (old files). The first row that fits counts.
+_TELLTALES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("w4pack", ("artifact_version",)),
+    ("compressed-tensors", ("config_groups",)),
+    ("auto-round", ("packing_format",)),
+    ("awq", ("zero_point",)),
+    ("awq", ("q_group_size",)),
+    ("gptq", ("is_marlin_format",)),
+    ("gptq", ("bits", "group_size")),
+    ("gptq", ("wbits",)),
+)
+
+
+def find_dialect(config: Mapping[str, Any]) -> ModuleType | None:
+    """Return the dialect module that reads a settings block, or None.
+
+    The method name decides; a block without one is recognised by keys that only one dialect writes.
+    """
+    for key in ("quant_method", "method"):
+        method = config.get(key)
+        if isinstance(method, str) and method:
+            return _by_method(method)
+    if config.get("load_in_4bit") or config.get("load_in_8bit"):
+        return None
+    return next((get(name) for name, keys in _TELLTALES if all(key in config for key in keys)), None)
+
+
+def _by_method(method: str) -> ModuleType | None:
+    modules = (get(name) for name in DIALECTS)
+    return next((module for module in modules if method.lower() in module.METHODS), None)
