@@ -12,7 +12,7 @@ PYTEST = .venv/bin/python -m pytest -n $(JOBS)
 # Environments are rebuilt when what they are made of changes, and only then.
 ENV_INPUTS = pyproject.toml setup.py .ci/make_env.sh
 
-LOWEST = 'transformers==5.16.*' 'huggingface_hub<2'
+LOWEST = 'transformers==5.16.0' 'huggingface_hub==1.5.0' # the oldest transformers, and the oldest client it takes
 NEWEST = 'transformers' 'huggingface_hub'
 
 DEMO = examples/demo-gptq
