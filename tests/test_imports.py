@@ -1,0 +1,233 @@
+"""Who may import whom: the floors of the house, read from the source with ``ast``.
+
+A room may import its own files and rooms on lower floors; what it may import of others *when it is loaded*
+is a short list. Heavy things (torch, transformers, huggingface_hub) are imported inside functions, so
+``--help`` stays instant and a lossless conversion never pays for them. The effect is tested on processes below.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# From the foot of the house to its roof; rooms of one floor do not import each other.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("w4pack.convert.errors", "w4pack.kernels.layout", "w4pack"),
+    ("w4pack.convert.events",),
+    ("w4pack.convert.core",),
+    ("w4pack.convert.files",),
+    ("w4pack.convert.formats", "w4pack.convert.dialects"),
+    ("w4pack.convert.source",),
+    ("w4pack.convert.engines",),
+    ("w4pack.convert.planning",),
+    ("w4pack.convert.jobs",),
+    ("w4pack.convert.hub",),
+    ("w4pack.convert",),  # its own files: the Python API
+    ("w4pack.cli",),
+    ("w4pack.__main__",),
+)
+
+# Beside the standard library, at module level.
+OUTSIDE: dict[str, set[str]] = {
+    "w4pack.kernels.layout": {"numpy"},
+    "w4pack.convert.core": {"numpy"},
+    "w4pack.convert.files": {"numpy"},
+    "w4pack.convert.formats": {"numpy"},
+    "w4pack.convert.source": {"numpy"},
+    "w4pack.convert.planning": {"numpy"},
+    "w4pack.convert.jobs": {"numpy"},
+    "w4pack.cli": {"click"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One import statement's module: who, whom, where, and whether it runs when the file is loaded."""
+
+    importer: str
+    imported: str
+    line: int
+    on_load: bool
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("convert/**/*.py"), *ROOT.glob("kernels/**/*.py")]
+    named = {}
+    for file in files:
+        parts = ["w4pack", *file.relative_to(ROOT).with_suffix("").parts]
+        if parts[1:] not in (["setup"],):
+            named[".".join(parts).removesuffix(".__init__")] = file
+    return named
+
+
+SOURCES = sources()
+
+
+def room_of(module: str) -> str:
+    """The room with the longest name that holds ``module``."""
+    rooms = [room for floor in FLOORS for room in floor]
+    return max((r for r in rooms if module == r or module.startswith(r + ".")), key=len)
+
+
+def floor_of(module: str) -> int:
+    return next(i for i, floor in enumerate(FLOORS) if room_of(module) in floor)
+
+
+def on_load(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements that run when the module is imported, without those under ``if TYPE_CHECKING``."""
+    todo: list[ast.stmt] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if isinstance(node, (ast.If, ast.Try, ast.With, ast.ClassDef)):
+            todo += [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
+
+
+def names_in(node: ast.stmt) -> Iterator[str]:
+    """The modules that an import statement names; ``from package import module`` names the module."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        for alias in node.names:
+            full = f"{base}.{alias.name}"
+            yield full if full in SOURCES else base
+
+
+def imports() -> Iterator[Import]:
+    for module, file in SOURCES.items():
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        loaded = {id(node) for node in on_load(tree)}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                for name in names_in(node):
+                    yield Import(module, name, node.lineno, id(node) in loaded)
+
+
+IMPORTS = tuple(imports())
+OURS = [i for i in IMPORTS if i.imported.partition(".")[0] == "w4pack"]
+
+
+def told(found: list[Import]) -> list[str]:
+    return [f"{i.importer}:{i.line} imports {i.imported}" for i in found]
+
+
+def test_no_relative_imports() -> None:
+    found = [
+        f"{module}:{node.lineno}"
+        for module, file in SOURCES.items()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert found == []
+
+
+def test_imports_only_go_down() -> None:
+    def upward(i: Import) -> bool:
+        if room_of(i.importer) == room_of(i.imported):
+            return False
+        return floor_of(i.imported) >= floor_of(i.importer)
+
+    assert told([i for i in OURS if upward(i)]) == []
+
+
+def test_formats_meet_only_in_the_canonical_linear() -> None:
+    """A format imports no other format, and neither checkpoint files nor config dialects."""
+    room = "w4pack.convert.formats"
+
+    def strays(i: Import) -> bool:
+        if i.importer == room or not i.importer.startswith(room + "."):
+            return False
+        sibling = i.imported.startswith(room + ".") and i.imported not in SHARED_BY_FORMATS
+        return sibling or i.imported.startswith("w4pack.convert.files")
+
+    assert told([i for i in OURS if strays(i)]) == []
+
+
+SHARED_BY_FORMATS: set[str] = set()
+
+
+def test_planning_never_executes_and_nothing_imports_the_command_line() -> None:
+    def wrong(i: Import) -> bool:
+        plans = i.importer.startswith("w4pack.convert.planning") and ".jobs" in i.imported
+        return plans or (i.imported == "w4pack.cli" and i.importer != "w4pack.__main__")
+
+    assert told([i for i in OURS if wrong(i)]) == []
+
+
+def test_what_is_loaded_of_others_is_on_the_list() -> None:
+    def foreign(i: Import) -> bool:
+        top = i.imported.partition(".")[0]
+        if not i.on_load or top == "w4pack" or top in sys.stdlib_module_names:
+            return False
+        return top not in OUTSIDE.get(room_of(i.importer), set())
+
+    assert told([i for i in IMPORTS if foreign(i)]) == []
+
+
+def test_the_command_line_loads_nothing_of_ours_but_the_errors() -> None:
+    loaded = {i.imported for i in OURS if i.importer == "w4pack.cli" and i.on_load}
+    assert loaded <= {"w4pack", "w4pack.convert.errors"}
+
+
+def test_no_module_is_named_like_one_of_the_standard_library() -> None:
+    """A script run by path puts its own folder first: ``convert/inspect.py`` would break ``dataclasses``."""
+    taken = {module for module in SOURCES if module.rpartition(".")[2] in sys.stdlib_module_names}
+    assert taken == set()
+
+
+def test_kernels_is_no_regular_package() -> None:
+    """``kernels`` is also a public package that transformers looks for; a folder without __init__ is not it."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+# ---- the effect, seen in processes ------------------------------------------------------------------------
+
+HEAVY = ("torch", "transformers", "huggingface_hub", "scipy", "numpy", "safetensors", "tqdm")
+LIST_MODULES = """
+import sys
+sys.argv = ["w4pack", *sys.argv[1:]]
+try:
+    from w4pack.cli import main
+    main()
+except SystemExit as stop:
+    code = stop.code
+print("\\nMODULES", *(m for m in sys.modules if "." not in m))
+sys.exit(code)
+"""
+
+
+def modules_after(*args: str | Path, codes: tuple[int, ...] = (0,)) -> set[str]:
+    """Top-level modules that a command has imported when it ends."""
+    command = [sys.executable, "-c", LIST_MODULES, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in codes, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("MODULES"))
+    return set(line.split()[1:])
+
+
+@pytest.mark.parametrize("args", [("--help",), ("convert", "--help"), ("push", "-h"), ("--version",)], ids=" ".join)
+def test_help_imports_click_and_nothing_heavy(args: tuple[str, ...]) -> None:
+    loaded = modules_after(*args)
+    assert "click" in loaded
+    assert loaded.isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("command", ["inspect", "check"])
+def test_questions_never_import_torch(command: str, demo: Path) -> None:
+    loaded = modules_after(command, demo, "--json", codes=(0, 3))  # check: this one is refused by engines
+    assert loaded.isdisjoint({"torch", "transformers", "scipy"})
+
+
+def test_a_lossless_conversion_never_imports_torch(demo: Path, tmp_path: Path) -> None:
+    loaded = modules_after("convert", demo, tmp_path / "out", "-q")
+    assert loaded.isdisjoint({"torch", "transformers", "scipy"})
