@@ -1,0 +1,78 @@
+"""w4pack's own runtime: takes the artifact, whatever its scheme, and cuts it along whole Marlin tiles."""
+
+from collections.abc import Iterator
+from math import lcm
+
+from w4pack.convert.engines import checks
+from w4pack.convert.engines.checks import Hit
+from w4pack.convert.engines.model import Kind, Model
+from w4pack.convert.engines.table import Engine, Finding, Rule
+
+VERSION = "artifact 1"
+
+_TILE = 64
+
+
+def _layout(model: Model, tp: int) -> Iterator[Finding]:
+    odd = [k for k in model.kinds if k.layer.layout != "marlin"]
+    if odd:
+        yield Finding(
+            odd[0].where, "an artifact", f"{odd[0].layer.layout} tensors", sum(len(k.names) for k in odd)
+        )
+
+
+def _group(model: Model, kind: Kind, tp: int) -> Hit:
+    size = kind.layer.group_size
+    if size in checks.MARLIN_GROUPS:
+        return None
+    return "group size -1, 32, 64 or 128 (multiples of 32 are split)", str(size)
+
+
+def _n_tile(model: Model, kind: Kind, tp: int) -> Hit:
+    ways = model.ways(kind, tp)
+    return checks.n_split(model, kind, tp, _TILE) if ways > 1 else None
+
+
+def _k_tile(model: Model, kind: Kind, tp: int) -> Hit:
+    k, size = kind.layer.in_features, kind.layer.group_size
+    unit = _TILE if size <= 0 else lcm(_TILE, size)
+    if kind.role != "row" or tp == 1 or (k % tp == 0 and (k // tp) % unit == 0):
+        return None
+    expected = f"K per rank a multiple of {unit}{checks.padding_hint(kind, lcm(unit, 128))}"
+    return expected, f"K/{tp} = {checks.count(k / tp)}"
+
+
+def _k_order(model: Model, kind: Kind, tp: int) -> Hit:
+    if kind.role != "row" or tp == 1 or kind.layer.act_order != "groups":
+        return None
+    return "no act_perm in a module that is cut along K", "act_perm: its rows lie on all ranks"
+
+
+RULES = (
+    Rule(
+        "w4pack.layout", "refuses", "tensor layout", "the runtime reads the artifact only",
+        "convert --to marlin", whole=_layout,
+    ),
+    Rule(
+        "w4pack.group", "refuses", "group size", "no kernel", "convert --to marlin splits multiples of 32",
+        test=_group,
+    ),
+    Rule(
+        "w4pack.heads", "refuses", "attention heads", "heads cannot be split unevenly", "lower TP",
+        whole=checks.heads,
+    ),
+    Rule(
+        "w4pack.n-tile", "refuses", "N per rank", "a tile is 64 columns", "lower TP, or --pad-for-tp",
+        test=_n_tile,
+    ),
+    Rule(
+        "w4pack.k-tile", "refuses", "K per rank, group size", "ranks hold whole tiles of 64 rows and whole "
+        "groups", "lower TP, or --pad-for-tp", test=_k_tile,
+    ),
+    Rule(
+        "w4pack.k-order", "refuses", "act_perm of row-parallel modules",
+        "a rank would need inputs of the others", "--fold-act-order for down_proj, --regroup", test=_k_order,
+    ),
+)  # fmt: skip
+
+ENGINE = Engine("w4pack", VERSION, RULES)
