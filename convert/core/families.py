@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from w4pack.convert.core.architectures import BIASES, EXPERT_SPELLINGS, Bias
+
 Role = Literal["column", "row", "replicated", "router", "lm_head", "embedding", "other"]
 MlpKind = Literal["mlp", "expert", "shared_expert"]
 FusedKind = Literal["qkv", "gate_up", "experts"]
@@ -28,7 +30,9 @@ _ROLES: dict[Role, tuple[str, ...]] = {
     "replicated": ("q_a_proj", "kv_a_proj_with_mqa", "kv_a_proj", "shared_expert_gate"),
     "router": ("router", "gate", "classifier"),
     "lm_head": ("lm_head", "embed_out"),
-    "embedding": ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embed_positions", "tok_embeddings"),
+    "embedding": (
+        "embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embed_positions", "tok_embeddings",
+    ),
 }  # fmt: skip
 _ROLE_OF: dict[str, Role] = {leaf: role for role, leaves in _ROLES.items() for leaf in leaves}
 _SHORT_ROUTERS = ("gate", "router")  # router weights kept one level deeper, e.g. ``router.layer``
@@ -41,7 +45,8 @@ FUSED_LEAVES: dict[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "w13": ("w1", "w3"),
 }
-# The second matrix of an MLP and the ones whose outputs are its inputs, one output channel to one input channel.
+# The second matrix of an MLP and the ones whose outputs are its inputs, channel by channel. Transposed
+# linears (``c_fc`` of GPT-2) are left out on purpose: their output axis lies elsewhere.
 INTERMEDIATE_LEAVES: dict[str, tuple[tuple[str, ...], ...]] = {
     "down_proj": (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",)),
     "w2": (("w1", "w3"),),
@@ -70,7 +75,7 @@ def split_name(module: str) -> tuple[str, str]:
 
 
 def role(module: str) -> Role:
-    """Return what tensor parallelism does to a linear, or that it is a router, an embedding or the lm_head."""
+    """Return what tensor parallelism does to a linear, or that it is a router, embedding or lm_head."""
     parent, leaf = split_name(module)
     if leaf in _ROLE_OF:
         return _ROLE_OF[leaf]
@@ -121,7 +126,7 @@ def fused_sets(modules: Iterable[str]) -> tuple[FusedSet, ...]:
     found: list[FusedSet] = []
     experts: dict[str, list[str]] = {}
     for name in names:
-        parent, leaf = split_name(name)
+        parent, _ = split_name(name)
         for fused, parts in FUSED_LEAVES.items():
             members = tuple(parent + part for part in parts if parent + part in known)
             if len(members) > 1 and name == members[0]:
@@ -161,39 +166,185 @@ def intermediate_sets(modules: Collection[str]) -> tuple[IntermediateSet, ...]:
     return tuple(found)
 
 
-# ---- experts: the names a model class maps -------------------------------------------------------------------
+# Between the two halves of an MLP: what else reads or scales its channels. Such an MLP cannot be reordered.
+_BETWEEN = ("norm", "scale", "act", "lora", "rot", "ln")
 
-ExpertSpelling = Literal["mixtral", "qwen"]
-# Read from transformers 5.24 (conversion_mapping.py): the checkpoint names that each class turns into its fused
-# experts. "mixtral": block_sparse_moe.experts.E.w1|w2|w3; "qwen": mlp.experts.E.gate_proj|up_proj|down_proj.
-EXPERT_SPELLINGS: dict[str, ExpertSpelling] = {
-    "MixtralForCausalLM": "mixtral",
-    "MiniMaxForCausalLM": "mixtral",
-    "MiniMaxM2ForCausalLM": "mixtral",
-    "Qwen2MoeForCausalLM": "qwen",
-    "Qwen3MoeForCausalLM": "qwen",
-    "DeepseekV2ForCausalLM": "qwen",
-    "DeepseekV3ForCausalLM": "qwen",
-    "OlmoeForCausalLM": "qwen",
-    "Glm4MoeForCausalLM": "qwen",
-    "Dots1ForCausalLM": "qwen",
-    "Ernie4_5_MoeForCausalLM": "qwen",
-    "Qwen3NextForCausalLM": "qwen",
-}
+
+def between(tensors: Iterable[str], mlp: IntermediateSet) -> tuple[str, ...]:
+    """Return the tensors that stand between ``mlp``'s producers and its down: extra norms, scales, adapters.
+
+    Empty is what allows the intermediate channels to be permuted or padded.
+    """
+    parent, _ = split_name(mlp.down)
+    own = parent.rstrip(".").rpartition(".")[2]
+    alone = bool(own) and (
+        not own.isdigit() or expert_index(mlp.down) is not None
+    )  # not a whole decoder layer
+    members = {split_name(module)[1] for module in (mlp.down, *mlp.producers)}
+    found = []
+    for name in tensors:
+        if not name.startswith(parent):
+            continue
+        first, _, rest = name[len(parent) :].partition(".")
+        part = rest if first in members else (first if alone else "")
+        if any(word in part for word in (("lora",) if first in members else _BETWEEN)):
+            found.append(name)
+    return tuple(sorted(found, key=natural_key))
+
+
+# ---- experts: the names a model class maps --------------------------------------------------------
+
 _TO_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _TO_QWEN = {short: long for long, short in _TO_MIXTRAL.items()}
-_MOE_BLOCK = re.compile(r"(?P<head>.*\.)?(?:mlp|block_sparse_moe)\.(?P<rest>experts\.\d+\.[^.]+|gate)(?P<tail>\..*)?")
+_MOE_NAME = re.compile(
+    r"(?P<head>.*\.)?(?P<block>mlp|block_sparse_moe)\."
+    r"(?:(?P<expert>experts\.\d+)\.(?P<leaf>[^.]+)|(?P<other>gate|router|e_score_correction_bias))"
+    r"(?P<tail>\..*)?"
+)
 
 
 def rename_experts(architectures: Sequence[str], name: str) -> str:
-    """Return ``name`` (module or tensor) of an expert or router as the model class maps it; others unchanged.
+    """Return ``name``, a module or a tensor, as the model class maps it, if it is of an expert or a router.
 
-    Only the classes of EXPERT_SPELLINGS are known; for any other the name stays.
+    Any other name, and every name of a class that is not in EXPERT_SPELLINGS, comes back as it is. Fused 3-D
+    experts (no expert number in the name) are no linears and keep their names too.
     """
     spelling = next((EXPERT_SPELLINGS[a] for a in architectures if a in EXPERT_SPELLINGS), None)
-    found = _MOE_BLOCK.fullmatch(name)
+    found = _MOE_NAME.fullmatch(name)
     if spelling is None or found is None:
         return name
-    container, leaves = ("block_sparse_moe", _TO_MIXTRAL) if spelling == "mixtral" else ("mlp", _TO_QWEN)
-    parent, leaf = split_name(found["rest"])
-    return f"{found['head'] or ''}{container}.{parent}{leaves.get(leaf, leaf)}{found['tail'] or ''}"
+    block, leaves = ("block_sparse_moe", _TO_MIXTRAL) if spelling == "mixtral" else ("mlp", _TO_QWEN)
+    if found["expert"]:
+        rest = f"{found['expert']}.{leaves.get(found['leaf'], found['leaf'])}"
+    else:
+        rest = "gate" if spelling == "mixtral" and found["other"] == "router" else found["other"]
+    return f"{found['head'] or ''}{block}.{rest}{found['tail'] or ''}"
+
+
+# ---- config keys ----------------------------------------------------------------------------------
+
+TEXT_SECTIONS = (
+    "text_config",
+    "language_config",
+    "llm_config",
+)  # where multimodal configs keep the language model
+MLP_SIZE_KEYS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "ffn_dim_multiplier")
+EXPERT_SIZE_KEYS = ("moe_intermediate_size", "intermediate_size")
+SHARED_COUNT_KEYS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+KV_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
+
+
+@dataclass(frozen=True, slots=True)
+class SizeKey:
+    """Where a config keeps an intermediate size: the module has ``times * value`` channels.
+
+    path   keys from the top of config.json, e.g. ``("text_config", "moe_intermediate_size")``
+    times  number of shared experts that are stored as one, else 1
+    """
+
+    path: tuple[str, ...]
+    value: int
+    times: int = 1
+
+
+def intermediate_size(config: Mapping[str, Any], kind: MlpKind) -> SizeKey | None:
+    """Return the key that holds the intermediate size of one kind of MLP, or None if no known key does."""
+    if kind == "shared_expert":
+        own = _find(config, ("shared_expert_intermediate_size",))
+        if own is not None:
+            return own
+        base, count = _find(config, EXPERT_SIZE_KEYS), _find(config, SHARED_COUNT_KEYS)
+        if base is None or count is None:
+            return base
+        return SizeKey(base.path, base.value, count.value)
+    return _find(config, EXPERT_SIZE_KEYS if kind == "expert" else MLP_SIZE_KEYS)
+
+
+def _find(config: Mapping[str, Any], keys: Sequence[str]) -> SizeKey | None:
+    """Return the first of ``keys`` with a positive integer; the language model's section comes first."""
+    for section in (*TEXT_SECTIONS, None):
+        block = config if section is None else config.get(section)
+        if not isinstance(block, Mapping):
+            continue
+        for key in keys:
+            value = block.get(key)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return SizeKey((key,) if section is None else (section, key), value)
+    return None
+
+
+def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the class names of config.json, the language model's included; ``()`` if there are none."""
+    blocks = [config, *(config.get(section) for section in TEXT_SECTIONS)]
+    listed = [block.get("architectures") for block in blocks if isinstance(block, Mapping)]
+    return tuple(
+        name for names in listed if isinstance(names, list) for name in names if isinstance(name, str)
+    )
+
+
+def kv_heads(config: Mapping[str, Any]) -> int | None:
+    """Return the number of key/value heads, or None if the config does not say."""
+    found = _find(config, KV_HEAD_KEYS)
+    return found.value if found else None
+
+
+def tp_slices(config: Mapping[str, Any], module: str, tp: int) -> int:
+    """Return into how many different slices ``tp`` ranks cut a linear.
+
+    k and v are cut by heads: with more ranks than key/value heads they are replicated instead of cut further.
+    Routers and the first halves of low-rank attention are never cut.
+    """
+    place = role(module)
+    if place not in ("column", "row", "lm_head"):
+        return 1
+    heads = kv_heads(config) if split_name(module)[1] in KV_LEAVES else None
+    return tp if heads is None else min(tp, heads)
+
+
+# ---- biases ---------------------------------------------------------------------------------------
+
+_QKV_LEAVES = (
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "Wqkv", "W_pack", "c_attn", "wqkv", "qkv",
+)  # fmt: skip
+_LATENT_LEAVES = ("q_a_proj", "kv_a_proj_with_mqa", "kv_a_proj")
+_OUT_LEAVES = ("o_proj", "out_proj", "dense", "wo")
+_ELSEWHERE = (  # parts of a model that the rows say nothing about
+    "visual", "vision", "audio", "multi_modal", "mm_projector", "linear_attn", "mamba",
+)  # fmt: skip
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Return True if the biases of the model's class are known."""
+    return any(name in BIASES for name in architectures(config))
+
+
+def has_bias(config: Mapping[str, Any], module: str) -> bool | None:
+    """Return whether the model class gives a linear a bias; None if the class or the module is unknown."""
+    row = next((BIASES[name] for name in architectures(config) if name in BIASES), None)
+    slot = _bias_slot(module)
+    if row is None or slot is None or any(part in module for part in _ELSEWHERE):
+        return None
+    rule: Bias = getattr(row, slot)
+    if isinstance(rule, bool):
+        return rule
+    key, default = rule
+    for block in (*(config.get(section) for section in TEXT_SECTIONS), config):
+        if isinstance(block, Mapping) and isinstance(block.get(key), bool):
+            return bool(block[key])
+    return default
+
+
+def _bias_slot(module: str) -> str | None:
+    """Return the field of Biases that speaks of a module."""
+    parent, leaf = split_name(module)
+    if leaf in _QKV_LEAVES:
+        return "qkv"
+    if leaf in ("q_b_proj", "kv_b_proj"):
+        return "up_qkv"
+    if leaf in _LATENT_LEAVES:
+        return "latent"
+    if leaf in _OUT_LEAVES or (leaf == "c_proj" and not parent.endswith(("mlp.", "ffn."))):
+        return "out"
+    if is_lm_head(module):
+        return "head"
+    return "mlp" if role(module) in ("column", "row") else None

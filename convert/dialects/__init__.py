@@ -88,7 +88,8 @@ def get(name: str) -> ModuleType:
     return import_module(f"{__name__}.{DIALECTS[name]}")
 
 
-# Keys that only one dialect writes, for blocks without a method name (old files). The first row that fits counts.
+# Keys that only one dialect writes, for blocks without a method name (old files). The first row that fits
+# wins.
 _TELLTALES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("w4pack", ("artifact_version",)),
     ("compressed-tensors", ("config_groups",)),

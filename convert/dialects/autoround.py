@@ -1,7 +1,8 @@
 """AutoRound's own blocks: ``packing_format`` names the layout, ``extra_config`` the modules that differ.
 
-A module is quantized if its name starts with one of the blocks. ``extra_config`` is looked up by exact name first,
-then by pattern (searched for anywhere in the name); 16 bits and more mean that the module was left alone.
+A module is quantized if its name starts with one of the blocks. ``extra_config`` is looked up by exact name
+first, then by pattern (searched for anywhere in the name); 16 bits and more mean that the module was left
+alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,16 +24,16 @@ PACKINGS: dict[str, str | None] = {  # packing without its prefix -> how zero po
 }
 DENSE_BITS = 16
 PATTERN_CHARACTERS = frozenset("*+?^$()[]{}|\\")
-KNOWN_KEYS = frozenset(
-    """
-    bits group_size sym data_type packing_format backend vllm_backend sglang_backend extra_config
-    block_name_to_quantize to_quant_block_names quant_block_list autoround_version iters nsamples seqlen
-    batch_size lr minmax_lr low_gpu_mem_usage enable_quanted_input enable_minmax_tuning enable_norm_bias_tuning
-    gradient_accumulate_steps scale_dtype dataset amp not_use_best_mse dynamic_max_gap provider lm_head
-    act_bits act_group_size act_sym act_dynamic act_data_type super_bits super_group_size sparsity_config
-    modules_to_not_convert desc_act damp_percent true_sequential enable_alg_ext supported_types
-    """.split()
-)
+KNOWN_KEYS = frozenset((
+    "bits", "group_size", "sym", "data_type", "packing_format", "backend", "vllm_backend", "sglang_backend",
+    "extra_config", "block_name_to_quantize", "to_quant_block_names", "quant_block_list",
+    "autoround_version", "iters", "nsamples", "seqlen", "batch_size", "lr", "minmax_lr",
+    "low_gpu_mem_usage", "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning",
+    "gradient_accumulate_steps", "scale_dtype", "dataset", "amp", "not_use_best_mse", "dynamic_max_gap",
+    "provider", "lm_head", "act_bits", "act_group_size", "act_sym", "act_dynamic", "act_data_type",
+    "super_bits", "super_group_size", "sparsity_config", "modules_to_not_convert", "desc_act",
+    "damp_percent", "true_sequential", "enable_alg_ext", "supported_types",
+))  # fmt: skip
 
 
 def claims(config: Mapping[str, Any], config_json: Mapping[str, Any]) -> Claims:

@@ -7,23 +7,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from w4pack.convert.core import families
-from w4pack.convert.dialects import Claims, ModuleClaim, TargetModel, patterns, reading
-from w4pack.convert.dialects.gptq import with_fused
-from w4pack.convert.dialects.rules import common_scheme
+from w4pack.convert.dialects import Claims, ModuleClaim, TargetModel, reading
+from w4pack.convert.dialects.rules import common_scheme, with_fused
 
 METHODS = ("awq", "awq_marlin", "auto_awq", "auto-awq")
 
-VERSIONS = {"gemm": "gemm", "gemv": "gemv", "gemv_fast": "gemv_fast", "marlin": "marlin", "llm-awq": "gemv_fast"}
-KNOWN_KEYS = frozenset(
-    """
-    bits w_bit group_size q_group_size zero_point version format checkpoint_format backend modules_to_not_convert
-    lm_head sym desc_act pack_dtype meta dynamic do_fuse fuse_max_seq_len modules_to_fuse exllama_config
-    true_sequential damp_percent autoround_version provider data_type to_quant_block_names block_name_to_quantize
-    iters nsamples seqlen enable_quanted_input low_gpu_mem_usage enable_minmax_tuning lr minmax_lr scale_dtype
-    gradient_accumulate_steps enable_norm_bias_tuning act_bits act_group_size act_sym act_dynamic act_data_type
-    super_bits super_group_size sparsity_config model_name_or_path model_file_base_name
-    """.split()
-)
+VERSIONS = {
+    "gemm": "gemm",
+    "gemv": "gemv",
+    "gemv_fast": "gemv_fast",
+    "marlin": "marlin",
+    "llm-awq": "gemv_fast",
+}
+KNOWN_KEYS = frozenset((
+    "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "checkpoint_format",
+    "backend", "modules_to_not_convert", "lm_head", "sym", "desc_act", "pack_dtype", "meta", "dynamic",
+    "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "true_sequential", "damp_percent",
+    "autoround_version", "provider", "data_type", "to_quant_block_names", "block_name_to_quantize", "iters",
+    "nsamples", "seqlen", "enable_quanted_input", "low_gpu_mem_usage", "enable_minmax_tuning", "lr",
+    "minmax_lr", "scale_dtype", "gradient_accumulate_steps", "enable_norm_bias_tuning", "act_bits",
+    "act_group_size", "act_sym", "act_dynamic", "act_data_type", "super_bits", "super_group_size",
+    "sparsity_config", "model_name_or_path", "model_file_base_name",
+))  # fmt: skip
 
 
 def claims(config: Mapping[str, Any], config_json: Mapping[str, Any]) -> Claims:
@@ -93,5 +98,28 @@ def write(model: TargetModel) -> dict[str, Any]:
 
 
 def _left_out(model: TargetModel) -> list[str]:
-    names = with_fused(list(model.dense_linears), (*model.layers, *model.dense_linears))
-    return sorted(names, key=families.natural_key)
+    """Return full names, since engines look for them as substrings, and the fused names of whole sets."""
+    names = with_fused(model.dense_linears, (*model.layers, *model.dense_linears))
+    hits = set(clashes(model))
+    kept = (name for name in names if name not in hits or not families.is_router(name))
+    return sorted(kept, key=families.natural_key)
+
+
+def clashes(model: TargetModel) -> tuple[str, ...]:
+    """Return dense modules whose name is part of a quantized one's: a list of substrings would exclude both.
+
+    A router among them can be left out of the list (engines never quantize routers); anything else cannot be
+    expressed for an awq target. ``mlp.gate`` and ``mlp.gate_proj`` of one layer clash, of two layers they
+    do not.
+    """
+    everything = (*model.layers, *model.dense_linears)
+    quantized = with_fused(model.layers, everything)
+    parents: dict[str, list[str]] = {}
+    for name in quantized:
+        parents.setdefault(families.split_name(name)[0], []).append(name)
+    found = []
+    for name in with_fused(model.dense_linears, everything):
+        near = parents.get(families.split_name(name)[0], ())
+        if any(other.startswith(name) for other in near):
+            found.append(name)
+    return tuple(sorted(found, key=families.natural_key))

@@ -1,7 +1,8 @@
 """compressed-tensors blocks, format ``pack-quantized``.
 
-A module takes the first group whose targets name it: exact names before patterns (``re:``, anchored at the start
-only) before class names; ``ignore`` takes it out again. Only ``Linear`` can be told as a class from names alone.
+A module takes the first group whose targets name it: exact names before patterns (``re:``, anchored at the
+start only) before class names; ``ignore`` takes it out again. Of the classes only ``Linear`` means
+anything to us, who see names alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,12 +17,11 @@ METHODS = ("compressed-tensors", "compressed_tensors")
 
 FORMAT = "pack-quantized"
 PASSED_FORMATS = ("pack-quantized", "mixed-precision", "dense", "fakequant")
-KNOWN_KEYS = frozenset(
-    """
-    format config_groups ignore kv_cache_scheme global_compression_ratio quantization_status version
-    transform_config sparsity_config moe_sparsity_config run_compressed dequantize
-    """.split()
-)
+KNOWN_KEYS = frozenset((
+    "format", "config_groups", "ignore", "kv_cache_scheme", "global_compression_ratio",
+    "quantization_status", "version", "transform_config", "sparsity_config", "moe_sparsity_config",
+    "run_compressed", "dequantize",
+))  # fmt: skip
 GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_activations", "format"})
 ORDERS = ("group", "dynamic")
 RUN_TIME_FREE = "weight_"  # a transform at such a location is folded into the weights already
@@ -39,7 +39,11 @@ def claims(config: Mapping[str, Any], config_json: Mapping[str, Any]) -> Claims:
         lm_head=finder("lm_head") is not None,
         refusals=refusals,
         dropped=_dropped(config, refusals) + unread,
-        carried={key: config[key] for key in ("kv_cache_scheme", "moe_sparsity_config") if reading.is_set(config.get(key))},
+        carried={
+            key: config[key]
+            for key in ("kv_cache_scheme", "moe_sparsity_config")
+            if reading.is_set(config.get(key))
+        },
         unsupported=_unsupported(config, groups),
     )
 
@@ -73,7 +77,9 @@ def _finder(
             if target.startswith("re:"):
                 match = patterns.matcher(target[3:])
                 if match is None:
-                    unread.append((f"config_groups.{key}.targets", f"unreadable pattern {reading.shown(target)}"))
+                    unread.append(
+                        (f"config_groups.{key}.targets", f"unreadable pattern {reading.shown(target)}")
+                    )
                 else:
                     matchers.append((match, claim))
             elif target == "Linear":
@@ -148,7 +154,10 @@ def _dropped(config: Mapping[str, Any], refusals: reading.Pairs) -> reading.Pair
 
 def _unsupported(config: Mapping[str, Any], groups: Mapping[str, Any]) -> str | None:
     """Return why nothing of the checkpoint is read: another format, type, strategy or number of bits."""
-    for where, block in (("format", config), *((f"config_groups.{key}.format", reading.table(groups, key)) for key in groups)):
+    for where, block in (
+        ("format", config),
+        *((f"config_groups.{key}.format", reading.table(groups, key)) for key in groups),
+    ):
         label = reading.text(block, "format")
         if label is not None and label not in PASSED_FORMATS:
             return f"compressed-tensors {where} `{label}` (known: {FORMAT})"
@@ -167,7 +176,7 @@ def _group_reason(key: str, weights: Mapping[str, Any]) -> str | None:
     return reading.odd_bits(reading.integer(weights, "num_bits"))
 
 
-# ---- writing -------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 MANY = 4  # from so many regular names on, one pattern stands for them
 
@@ -215,7 +224,7 @@ def _group(scheme: QuantScheme, targets: list[str]) -> dict[str, Any]:
 
 
 def _targets(names: list[str], *, alone: bool) -> list[str]:
-    """A lone scheme takes the class; several are told by name, because a class would match fused modules first."""
+    """Name the class for a lone scheme; several go by name, since a class would match fused modules first."""
     if not alone:
         return compact(names)
     return ["Linear", *(name for name in names if families.is_lm_head(name))]
@@ -223,7 +232,7 @@ def _targets(names: list[str], *, alone: bool) -> list[str]:
 
 def compact(names: tuple[str, ...] | list[str]) -> list[str]:
     """Return exact names, or one anchored ``re:`` pattern for each regular part of at least MANY of them."""
-    out = []
+    out: list[str] = []
     for pattern, members in products(names):
         out += members if len(members) < MANY else [f"re:{pattern}"]
     return out

@@ -1,32 +1,36 @@
 """GPTQ blocks, as AutoGPTQ, GPTQModel, Optimum and AutoRound's ``auto_gptq`` export write them.
 
-``dynamic`` maps patterns to overrides; the first pattern that matches a module name wins, ``-:`` leaves the module
-unquantized. Engines look rules up under *fused* names too, so the rules written here match both.
+``dynamic`` maps patterns to overrides; the first pattern that matches a module name wins, ``-:`` leaves the
+module unquantized. Engines look rules up under *fused* names too, so the rules written here match both.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from w4pack.convert.core import families
 from w4pack.convert.dialects import Claims, ModuleClaim, TargetModel, patterns, reading
-from w4pack.convert.dialects.rules import anchored, common_scheme
+from w4pack.convert.dialects.rules import anchored, common_scheme, with_fused
 
 METHODS = ("gptq", "gptq_marlin", "auto_gptq", "auto-gptq", "marlin")
 
+_BLOCK = re.compile(r"(?P<block>.*?\.\d+)\.(?P<rest>.+)")  # a decoder layer and what lies in it
+
 FORMATS = {"gptq": "v1", "gptq_v2": "v2", "marlin": None}  # label -> how zero points are stored
-KNOWN_KEYS = frozenset(
-    """
-    bits w_bit wbits group_size q_group_size groupsize desc_act sym checkpoint_format format is_marlin_format
-    static_groups act_group_aware true_sequential damp_percent damp_auto_increment mse gptaq foem lm_head dynamic
-    modules_in_block_to_quantize inside_layer_modules block_name_to_quantize to_quant_block_names
-    module_name_preceding_first_block modules_to_not_convert pack_dtype meta version
-    model_name_or_path model_file_base_name model_seqlen dataset tokenizer batch_size pad_token_id
-    use_cuda_fp16 use_exllama exllama_config max_input_length cache_block_outputs disable_exllama backend
-    autoround_version provider data_type iters nsamples seqlen low_gpu_mem_usage enable_minmax_tuning
-    enable_quanted_input lr minmax_lr scale_dtype gradient_accumulate_steps enable_norm_bias_tuning
-    act_bits act_group_size act_sym act_dynamic act_data_type super_bits super_group_size sparsity_config
-    """.split()
-)
+KNOWN_KEYS = frozenset((
+    "bits", "w_bit", "wbits", "group_size", "q_group_size", "groupsize", "desc_act", "sym",
+    "checkpoint_format", "format", "is_marlin_format", "static_groups", "act_group_aware",
+    "true_sequential", "damp_percent", "damp_auto_increment", "mse", "gptaq", "foem", "lm_head", "dynamic",
+    "modules_in_block_to_quantize", "inside_layer_modules", "block_name_to_quantize",
+    "to_quant_block_names", "module_name_preceding_first_block", "modules_to_not_convert", "pack_dtype",
+    "meta", "version", "model_name_or_path", "model_file_base_name", "model_seqlen", "dataset", "tokenizer",
+    "batch_size", "pad_token_id", "use_cuda_fp16", "use_exllama", "exllama_config", "max_input_length",
+    "cache_block_outputs", "disable_exllama", "backend", "autoround_version", "provider", "data_type",
+    "iters", "nsamples", "seqlen", "low_gpu_mem_usage", "enable_minmax_tuning", "enable_quanted_input",
+    "lr", "minmax_lr", "scale_dtype", "gradient_accumulate_steps", "enable_norm_bias_tuning", "act_bits",
+    "act_group_size", "act_sym", "act_dynamic", "act_data_type", "super_bits", "super_group_size",
+    "sparsity_config",
+))  # fmt: skip
 
 
 def claims(config: Mapping[str, Any], config_json: Mapping[str, Any]) -> Claims:
@@ -76,13 +80,15 @@ def is_autoround(config: Mapping[str, Any]) -> bool:
 
 
 def _label(config: Mapping[str, Any]) -> tuple[str | None, reading.Pairs]:
-    """Return the layout label, and a note if two keys contradict. transformers lets ``checkpoint_format`` win."""
+    """Return the layout label, and a note if two keys differ; transformers lets ``checkpoint_format`` win."""
     first = reading.text(config, "checkpoint_format")
     second = reading.text(config, "format")
     if reading.boolean(config, "is_marlin_format") or reading.text(config, "quant_method") == "marlin":
         return "marlin", ()
     if first and second and first.lower() != second.lower():
-        return first.lower(), (("format", f"{reading.shown(second)}, but checkpoint_format is {reading.shown(first)}"),)
+        return first.lower(), (
+            ("format", f"{reading.shown(second)}, but checkpoint_format is {reading.shown(first)}"),
+        )
     label = first or second
     return (label.lower() if label else None), ()
 
@@ -155,7 +161,7 @@ def _lookup(
     return for_module
 
 
-# ---- writing -------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def zero_kind(model: TargetModel) -> str:
@@ -208,9 +214,9 @@ def write_legacy_marlin(model: TargetModel) -> dict[str, Any]:
 def _dynamic(model: TargetModel) -> dict[str, dict[str, Any]]:
     """Return the rules: one set of patterns per way in which modules differ from the default."""
     base = common_scheme(model.layers)
-    sets: dict[tuple[tuple[str, Any], ...] | None, list[str]] = {}
-    for name in model.dense_linears:
-        sets.setdefault(None, []).append(name)
+    sets: dict[tuple[tuple[str, int], ...] | None, list[str]] = {}
+    if model.dense_linears:
+        sets[None] = list(model.dense_linears)
     for name, scheme in model.layers.items():
         values = {"bits": scheme.bits, "group_size": scheme.group_size, "sym": scheme.sym}
         default = {"bits": base.bits, "group_size": base.group_size, "sym": base.sym}
@@ -219,23 +225,39 @@ def _dynamic(model: TargetModel) -> dict[str, dict[str, Any]]:
             sets.setdefault(changed, []).append(name)
     everything = (*model.layers, *model.dense_linears)
     rules: dict[str, dict[str, Any]] = {}
-    for changed, names in sets.items():
-        sign = "-:" if changed is None else "+:"
+    for differs, names in sets.items():
+        sign = "-:" if differs is None else "+:"
         for pattern in anchored(with_fused(names, everything)):
-            rules[sign + pattern] = dict(changed or ())
+            rules[sign + pattern] = dict(differs or ())
     return rules
 
 
-def with_fused(names: list[str], everything: tuple[str, ...]) -> list[str]:
-    """Add the fused names of every set whose parts are all in ``names``."""
-    chosen = set(names)
-    whole = [fused.name for fused in families.fused_sets(everything) if chosen.issuperset(fused.members)]
-    return [*names, *(name for name in whole if name not in chosen)]
-
-
 def _inside_blocks(model: TargetModel) -> list[list[str]] | None:
-    """Return block-relative names in lists, if a kind of projection is dense in every block and nothing else differs.
+    """Return block-relative names, if a kind of projection is dense in every block and nothing else differs.
 
-    Engines that ignore ``dynamic`` can express just that; experts cannot be written so.
+    Engines that ignore ``dynamic`` can express just that. Experts cannot be told so: their linears are not
+    modules there.
     """
-    return None
+    schemes = {(scheme.bits, scheme.group_size, scheme.sym) for scheme in model.layers.values()}
+    blocks: dict[str, list[str]] = {}
+    for name in model.layers:
+        found = _BLOCK.fullmatch(name)
+        if found is None or families.expert_index(name) is not None:
+            return None
+        blocks.setdefault(found["block"], []).append(found["rest"])
+    kinds = {frozenset(names) for names in blocks.values()}
+    left = [found for name in model.dense_linears if (found := _BLOCK.fullmatch(name))]
+    everywhere = {found["block"] for found in left} <= set(blocks)
+    if len(schemes) != 1 or len(kinds) != 1 or not left or not everywhere:
+        return None
+    inside = sorted(next(iter(kinds)), key=families.natural_key)
+    if any(found["rest"].endswith(tuple(inside)) for found in left):
+        return None  # matched as suffixes: a dense module would be taken for a quantized one
+    return _in_sets(inside)
+
+
+def _in_sets(names: list[str]) -> list[list[str]]:
+    """Put what is fused into one list, in the order of the fused parts; anything else into one of its own."""
+    sets = [list(fused.members) for fused in families.fused_sets(names)]
+    alone = [[name] for name in names if not any(name in members for members in sets)]
+    return sorted([*sets, *alone], key=lambda members: names.index(min(members, key=names.index)))

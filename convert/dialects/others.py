@@ -1,4 +1,4 @@
-"""Quantization methods that are recognised by name and refused: what they are called, and how a config says so."""
+"""Quantization methods that are recognised and refused: their names, and how a config tells of them."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -93,7 +93,7 @@ def shown(value: Any) -> str:
 
 
 def forward_keys(config: Mapping[str, Any], known: Collection[str], where: str = "") -> Pairs:
-    """Return the settings of ``config`` that change the forward pass; ``known`` names are judged elsewhere."""
+    """Return the settings that change the forward pass; ``known`` names are judged elsewhere."""
     found = []
     for key, value in config.items():
         if not isinstance(key, str) or not is_set(value):

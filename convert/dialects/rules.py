@@ -1,10 +1,10 @@
-"""Lists of modules as few anchored patterns, and the choice of defaults: shared by the dialects that write."""
+"""Lists of modules as few anchored patterns, and the choice of defaults: what the writing dialects share."""
 
 import re
 from collections.abc import Iterable, Mapping
 from itertools import product
 
-from w4pack.convert.core.families import natural_key
+from w4pack.convert.core.families import fused_sets, natural_key
 from w4pack.convert.core.scheme import QuantScheme
 
 Shape = tuple[str | None, ...]  # the fixed parts of a dotted name; None where a number or the leaf stands
@@ -21,6 +21,16 @@ def common_scheme(layers: Mapping[str, QuantScheme]) -> QuantScheme:
     names = sorted(layers, key=natural_key)
     chosen = (layers[name] for name in names)
     return next(s for s in chosen if counts[(s.bits, s.group_size, s.sym)] == most)
+
+
+def with_fused(names: Iterable[str], everything: Iterable[str]) -> list[str]:
+    """Add to ``names`` the fused name of every set of modules that lies wholly in it.
+
+    Engines ask about ``qkv_proj``, ``gate_up_proj`` and ``experts``, not about the parts.
+    """
+    chosen = dict.fromkeys(names)
+    whole = [fused.name for fused in fused_sets(everything) if all(part in chosen for part in fused.members)]
+    return [*chosen, *(name for name in whole if name not in chosen)]
 
 
 def anchored(names: Iterable[str]) -> list[str]:

@@ -1,8 +1,8 @@
 """The artifact's own block, version 1: written here, and read back strictly.
 
-Foreign blocks are read with tolerance; ours is not. An ``artifact_version``, layout, key or online record that this
-version does not know means that the numbers may mean something else: each is a refusal that names what was found
-and what is known.
+Foreign blocks are read with tolerance; ours is not. An ``artifact_version``, layout, key or online record
+that this version does not know means that the numbers may mean something else: each is a refusal that
+names what was found and what is known.
 """
 
 from collections.abc import Mapping
@@ -75,7 +75,9 @@ def _claim(block: Mapping[str, Any]) -> ModuleClaim:
 def _refusals(config: Mapping[str, Any]) -> reading.Pairs:
     version = config.get("artifact_version")
     if version != ARTIFACT_VERSION or isinstance(version, bool):
-        return (_pair("artifact_version", version, str(ARTIFACT_VERSION)),)  # other keys may mean other things
+        return (
+            _pair("artifact_version", version, str(ARTIFACT_VERSION)),
+        )  # other keys may mean other things
     found = []
     if config.get("layout") != LAYOUT:
         found.append(_pair("layout", config.get("layout"), LAYOUT))
@@ -96,7 +98,9 @@ def _module_refusals(name: str, entry: Any) -> list[tuple[str, str]]:
     where = f"modules.{name}"
     if not isinstance(entry, Mapping):
         return [_pair(where, entry, "an object")]
-    found = [_pair(f"{where}.{key}", entry[key], ", ".join(MODULE_KEYS)) for key in entry if key not in MODULE_KEYS]
+    found = [
+        _pair(f"{where}.{key}", entry[key], ", ".join(MODULE_KEYS)) for key in entry if key not in MODULE_KEYS
+    ]
     found += _scheme_refusals(where + ".", entry)
     for key in SIZE_KEYS:
         value = entry.get(key)
@@ -120,7 +124,7 @@ def _scheme_refusals(where: str, block: Mapping[str, Any]) -> list[tuple[str, st
 
 
 def _online_refusals(online: Any) -> list[tuple[str, str]]:
-    """Every record changes the forward pass, so even a known one is refused: no target of this version carries it."""
+    """Refuse every record, known kinds too: each changes the forward pass, and no target carries it yet."""
     if not isinstance(online, list):
         return [_pair("online", online, "a list of records")]
     found = []
@@ -137,11 +141,11 @@ def _pair(key: str, value: Any, known: str) -> tuple[str, str]:
     return key, f"{reading.shown(value)} (known: {known})"
 
 
-# ---- writing -------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def write(model: TargetModel) -> dict[str, Any]:
-    """Return the artifact's block. ``modules`` lists what differs from the defaults, is padded, or has act-order."""
+    """Return the artifact's block; ``modules`` lists what differs from the defaults, padding included."""
     base = common_scheme(model.layers)
     default = (base.bits, base.group_size, base.sym, False)
     modules = {}
@@ -167,5 +171,12 @@ def write(model: TargetModel) -> dict[str, Any]:
 
 
 def _entry(scheme: QuantScheme, stored: tuple[int, int]) -> dict[str, Any]:
-    values = (scheme.bits, scheme.group_size, scheme.sym, scheme.act_order, scheme.in_features, scheme.out_features)
+    values = (
+        scheme.bits,
+        scheme.group_size,
+        scheme.sym,
+        scheme.act_order,
+        scheme.in_features,
+        scheme.out_features,
+    )
     return dict(zip(MODULE_KEYS, (*values, *stored), strict=True))
