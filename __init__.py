@@ -14,7 +14,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {  # name -> (module, attribute; None
     "convert": ("w4pack.convert", None),
     "W4PackError": ("w4pack.convert.errors", "W4PackError"),
 }
-__all__ = ["W4PackError", "__version__", "convert"]  # noqa: F822  (PEP 562: defined on first use)
+__all__ = ["W4PackError", "__version__", "convert"]
 
 
 def __getattr__(name: str) -> object:

@@ -14,7 +14,7 @@ FOLDERS = ("convert", "kernels")
 
 
 def packages() -> list[str]:
-    """Return every folder below ``convert`` and ``kernels`` as a package; ``kernels`` has no __init__ file."""
+    """Return the root and every folder below ``convert`` and ``kernels`` (which has no __init__ file)."""
     found = ["w4pack"]
     for top in FOLDERS:
         below = find_namespace_packages(str(ROOT / top), exclude=["*__pycache__*"])
@@ -26,10 +26,12 @@ class BuildPy(build_py):
     """Keep strays of the root out of the wheel; in editable mode lay down a folder named ``w4pack``."""
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """Return (package, module, file) of what is packed."""
         modules = super().find_package_modules(package, package_dir)
         return [m for m in modules if package != "w4pack" or m[1] in ROOT_MODULES]
 
     def run(self) -> None:
+        """Build, and in editable mode lay the links."""
         super().run()
         if self.editable_mode:
             link_dev_tree(ROOT)

@@ -2,7 +2,7 @@
 
     python examples/python_api.py SRC OUT
 
-SRC is a folder with a 4-bit checkpoint (``examples/demo-gptq`` will do), OUT a folder that does not exist yet.
+SRC is a folder with a 4-bit checkpoint (``examples/demo-gptq`` will do), OUT one that does not exist yet.
 """
 
 import sys

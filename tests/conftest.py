@@ -1,4 +1,4 @@
-"""What every test stands on: profiles, isolation, the fixtures folder, the process runner, the group report."""
+"""What every test stands on: profiles, isolation, the fixtures folder, processes, the report of groups."""
 
 import json
 import os
@@ -22,7 +22,13 @@ TESTS = ROOT / "tests"
 OUTER_ENVIRON: Mapping[str, str] = dict(os.environ)
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
-HUB_FOLDERS = ("HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE")
+HUB_FOLDERS = (
+    "HF_HUB_CACHE",
+    "HF_ASSETS_CACHE",
+    "HF_XET_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "TRANSFORMERS_CACHE",
+)
 NOWHERE = "http://127.0.0.1:9"  # the discard port: whoever forgets the local server fails at once
 
 
@@ -71,7 +77,11 @@ _connect = socket.socket.connect
 
 
 def _connect_to_loopback(self: socket.socket, address: Any) -> None:
-    if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+    if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in (
+        "127.0.0.1",
+        "::1",
+        "localhost",
+    ):
         raise OSError(f"tests do not reach the network: {address!r}")
     _connect(self, address)
 
@@ -139,7 +149,9 @@ Runner = Callable[..., Run]
 
 def clean_environ(home: Path, **more: str) -> dict[str, str]:
     """Return an environment with a path, a plain locale and nothing of the user's."""
-    kept = {name: OUTER_ENVIRON[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in OUTER_ENVIRON}
+    kept = {
+        name: OUTER_ENVIRON[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in OUTER_ENVIRON
+    }
     return {**kept, "LANG": "C.UTF-8", "COLUMNS": "100", **_isolated(home), **more}
 
 
@@ -175,7 +187,7 @@ def w4pack(tmp_path: Path) -> Runner:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that asks for ``shared`` is marked so; marked tests skip, with the reason, where it is missing."""
+    """A test that asks for ``shared`` is marked so; marked tests skip, saying why, where it is missing."""
     lacking = {} if (_shared_folder() / "fixtures").is_dir() else {"shared": NO_SHARED}
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         lacking["gpu"] = NO_GPU
@@ -188,7 +200,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def group_of(nodeid: str) -> str:
-    """``tests/cli/test_help.py::test_x`` is of group ``cli``; a file right below ``tests`` is its own group."""
+    """``tests/cli/test_help.py::x`` is of group ``cli``; a file right below ``tests`` is its own group."""
     parts = nodeid.partition("::")[0].split("/")
     return parts[1] if len(parts) > 2 else parts[-1].removeprefix("test_").removesuffix(".py")
 

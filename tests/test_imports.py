@@ -1,8 +1,8 @@
 """Who may import whom: the floors of the house, read from the source with ``ast``.
 
-A room may import its own files and rooms on lower floors; what it may import of others *when it is loaded*
-is a short list. Heavy things (torch, transformers, huggingface_hub) are imported inside functions, so
-``--help`` stays instant and a lossless conversion never pays for them. The effect is tested on processes below.
+A room may import its own files and rooms on lower floors; what it may import of others *when loaded* is a
+short list. Heavy things (torch, transformers, huggingface_hub) are imported inside functions, so ``--help``
+stays instant and a lossless conversion never pays for them. The effect is tested on processes below.
 """
 
 import ast
@@ -180,13 +180,13 @@ def test_the_command_line_loads_nothing_of_ours_but_the_errors() -> None:
 
 
 def test_no_module_is_named_like_one_of_the_standard_library() -> None:
-    """A script run by path puts its own folder first: ``convert/inspect.py`` would break ``dataclasses``."""
+    """A script run by path puts its folder first: a ``convert/inspect.py`` would break ``dataclasses``."""
     taken = {module for module in SOURCES if module.rpartition(".")[2] in sys.stdlib_module_names}
     assert taken == set()
 
 
 def test_kernels_is_no_regular_package() -> None:
-    """``kernels`` is also a public package that transformers looks for; a folder without __init__ is not it."""
+    """``kernels`` is also a public package that transformers uses; a folder without __init__ is not it."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
@@ -215,7 +215,9 @@ def modules_after(*args: str | Path, codes: tuple[int, ...] = (0,)) -> set[str]:
     return set(line.split()[1:])
 
 
-@pytest.mark.parametrize("args", [("--help",), ("convert", "--help"), ("push", "-h"), ("--version",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "args", [("--help",), ("convert", "--help"), ("push", "-h"), ("--version",)], ids=" ".join
+)
 def test_help_imports_click_and_nothing_heavy(args: tuple[str, ...]) -> None:
     loaded = modules_after(*args)
     assert "click" in loaded

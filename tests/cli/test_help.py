@@ -42,7 +42,12 @@ def test_an_option_means_the_same_wherever_it_appears() -> None:
     for command in commands().values():
         for parameter in command.params:
             if isinstance(parameter, click.Option) and parameter.name not in ("help", "version"):
-                meaning = (repr(parameter.type), repr(parameter.default), parameter.multiple, parameter.is_flag)
+                meaning = (
+                    repr(parameter.type),
+                    repr(parameter.default),
+                    parameter.multiple,
+                    parameter.is_flag,
+                )
                 seen.setdefault(max(parameter.opts, key=len), set()).add(meaning)
     assert {name: meanings for name, meanings in seen.items() if len(meanings) > 1} == {}
 
@@ -81,5 +86,5 @@ def test_wrong_usage_is_exit_code_2_on_stderr(args: tuple[str, ...], w4pack: "Ru
 
 
 def test_help_works_from_the_checkout_root(repo: Path, w4pack: "Runner") -> None:
-    """With the root on ``sys.path`` the folders ``convert`` and ``kernels`` are importable by their bare names."""
+    """With the root on ``sys.path``, ``convert`` and ``kernels`` are importable by their bare names."""
     assert w4pack("--help", cwd=repo).code == 0

@@ -1,4 +1,4 @@
-"""The checkout as it is used in development: editable, with links for type checkers, beside a public `kernels`."""
+"""The checkout in development: editable, with links for type checkers, beside a public `kernels`."""
 
 import subprocess
 import sys
@@ -20,12 +20,16 @@ def test_an_editable_install_serves_the_checkout_and_lays_relative_links(
     python = tmp_path / "venv/bin/python"
     # pip and setuptools of the environment under test; a bare path, so its own .pth files stay unread
     base = next(p for p in sys.path if p.endswith("site-packages"))
-    site = command(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    site = command(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+    ).strip()
     (Path(site) / "base.pth").write_text(base + "\n", encoding="utf-8")
     options = ("--quiet", "--ignore-installed", "--no-deps", "--no-build-isolation")
     command(python, "-m", "pip", "install", *options, "--editable", built.checkout, cwd=tmp_path)
 
-    show = "import w4pack.convert.errors as e, w4pack.kernels.layout as k; print(e.__file__); print(k.__file__)"
+    show = (
+        "import w4pack.convert.errors as e, w4pack.kernels.layout as k; print(e.__file__); print(k.__file__)"
+    )
     files = command(python, "-c", show, cwd=tmp_path).split()
     assert files == [str(built.checkout / f) for f in ("convert/errors.py", "kernels/layout.py")]
 
@@ -36,7 +40,7 @@ def test_an_editable_install_serves_the_checkout_and_lays_relative_links(
 
 
 FAKE = '''
-"""Stands in for the public package: every name is a class whose instances are decorators that change nothing."""
+"""Stands in for the public package: every name is a class of decorators that change nothing."""
 __version__ = "{version}"
 class Anything:
     def __init__(self, *args, **kwargs): pass
@@ -58,7 +62,9 @@ def public_kernels(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[P
     version = getattr(import_utils, "KERNELS_MIN_VERSION", "0.10.0")
     info = tmp_path / f"kernels-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n", encoding="utf-8")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n", encoding="utf-8"
+    )
     (info / "top_level.txt").write_text("kernels\n", encoding="utf-8")
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text(FAKE.format(version=version), encoding="utf-8")
@@ -70,7 +76,7 @@ def public_kernels(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[P
 def test_transformers_imports_from_the_checkout_root(
     public_kernels: Path | None, repo: Path, outer_environ: Mapping[str, str]
 ) -> None:
-    """The root is first on ``sys.path``; our folder ``kernels`` neither hides the public package nor poses as it."""
+    """The root is first on ``sys.path``; our ``kernels`` neither hides the public package nor poses as it."""
     script = """
 import sys
 sys.path.insert(0, ".")
@@ -86,7 +92,13 @@ except ImportError:
 """
     environ = {**outer_environ, "PYTHONPATH": str(public_kernels or "")}
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=repo, env=environ, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", script],
+        cwd=repo,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     available, file = done.stdout.split("\n")[:2]

@@ -22,7 +22,9 @@ def installed(built: "Built", command: "Command", tmp_path_factory: pytest.TempP
     return base / "venv/bin"
 
 
-def test_requirements_are_complete_and_consistent(installed: Path, command: "Command", tmp_path: Path) -> None:
+def test_requirements_are_complete_and_consistent(
+    installed: Path, command: "Command", tmp_path: Path
+) -> None:
     assert "No broken requirements" in command(installed / "python", "-m", "pip", "check", cwd=tmp_path)
 
 

@@ -49,7 +49,16 @@ def test_the_pairs_are_the_lowest_and_the_newest(repo: Path, outer_environ: Mapp
 def test_the_suite_of_the_pair_passes(
     pair: str, repo: Path, outer_environ: Mapping[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest_args = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "hub or pair", "--ignore=tests/pairs")
+    pytest_args = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "hub or pair",
+        "--ignore=tests/pairs",
+    )
     done = run(python_of(pair, repo), *pytest_args, cwd=repo, environ=outer_environ)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     counts = re.search(r"(\d+) passed", done.stdout)
