@@ -80,16 +80,13 @@ def floor_of(module: str) -> int:
     return next(i for i, floor in enumerate(FLOORS) if room_of(module) in floor)
 
 
-def on_load(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Statements that run when the module is imported, without those under ``if TYPE_CHECKING``."""
-    todo: list[ast.stmt] = list(tree.body)
-    while todo:
-        node = todo.pop()
-        yield node
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
-        if isinstance(node, (ast.If, ast.Try, ast.With, ast.ClassDef)):
-            todo += [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
+def on_load(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs when the module is imported: not in functions, and not under ``if TYPE_CHECKING``."""
+    for child in ast.iter_child_nodes(node):
+        typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not typing_only:
+            yield child
+            yield from on_load(child)
 
 
 def names_in(node: ast.stmt) -> Iterator[str]:
