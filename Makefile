@@ -50,7 +50,7 @@ format: .venv/stamp ## let ruff put files in form
 	.venv/bin/ruff check --fix .
 
 docs: .venv/stamp ## write the generated pages of docs/reference
-	.venv/bin/python -m docs.generate
+	.venv/bin/python docs/generate.py
 
 dist: .venv/stamp ## wheel and sdist in dist/
 	rm -rf dist build/lib build/bdist.*
