@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from w4pack.convert.engines import checks, vllm
 from w4pack.convert.engines.checks import Hit, key
+from w4pack.convert.engines.labels import targets_of
 from w4pack.convert.engines.model import Kind, Model
 from w4pack.convert.engines.table import Engine, Finding, Rule
 
@@ -162,15 +163,16 @@ def _awq_dense(model: Model, tp: int) -> Iterator[Finding]:
 
 def _dense_head(model: Model, tp: int) -> Iterator[Finding]:
     """A dense head under the class target ``Linear``: transformers' head is a Linear."""
-    groups = model.quant.get("config_groups")
-    named = (
-        any("Linear" in (g.get("targets") or ()) for g in groups.values())
-        if isinstance(groups, dict)
-        else False
-    )
-    ignored = model.quant.get("ignore") or ()
-    if named and "lm_head" in model.dense_linears and not any("lm_head" in str(x) for x in ignored):
+    if "lm_head" not in model.dense_linears or "Linear" not in _targets(model):
+        return
+    if not any("lm_head" in str(x) for x in model.quant.get("ignore") or ()):
         yield Finding("lm_head", "quantized tensors, as the target `Linear` says", "a 16-bit weight")
+
+
+def _targets(model: Model) -> frozenset[str]:
+    groups = model.quant.get("config_groups")
+    rows = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    return frozenset().union(*(targets_of(g.get("targets"))[0] for g in rows))
 
 
 def _group(model: Model, kind: Kind, tp: int) -> Hit:

@@ -170,10 +170,15 @@ def _gptq_group(model: Model, kind: Kind, tp: int) -> Hit:
 
 
 def _awq_group(model: Model, kind: Kind, tp: int) -> Hit:
-    if layout_for(model) != ("awq",) or kind.expert:
+    hit = checks.group_listed(kind) if layout_for(model) == ("awq",) and not kind.expert else None
+    if hit is None or kind.group % 32:
         return None
-    hit = checks.group_listed(kind)
-    return hit and (hit[0], f"{hit[1]}: the old AWQ kernel runs")
+    return hit[0], f"{hit[1]}: the old AWQ kernel runs"
+
+
+def _awq_group_odd(model: Model, kind: Kind, tp: int) -> Hit:
+    hit = checks.group_listed(kind) if layout_for(model) == ("awq",) and not kind.expert else None
+    return None if hit is None or kind.group % 32 == 0 else hit
 
 
 def _k_split(model: Model, kind: Kind, tp: int) -> Hit:
@@ -396,6 +401,10 @@ RULES = (
     Rule(
         "vllm.awq-group", "slow", "group_size", "falls back to the old AWQ kernel",
         "convert --to awq splits groups", test=_awq_group, methods=("awq", "auto-round"),
+    ),
+    Rule(
+        "vllm.awq-group-odd", "refuses", "group_size", "the old AWQ kernel wants multiples of 32, at the "
+        "first call", "--to compressed-tensors in float16", test=_awq_group_odd, methods=("awq", "auto-round"),
     ),
     Rule(
         "vllm.no-kernel", "refuses", "bits, zeros, group, shape per rank, dtype",

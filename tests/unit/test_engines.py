@@ -1,0 +1,680 @@
+"""Engine rules: each row with a model that breaks it and the nearest one that does not; what is suggested."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from engine_models import (
+    AWQ,
+    CONFIG,
+    GPTQ,
+    MIXTRAL,
+    artifact,
+    auto_round,
+    awq,
+    block,
+    changed,
+    compressed,
+    ct,
+    dense,
+    experts,
+    facts,
+    gptq,
+    layer,
+    without,
+)
+
+from w4pack.convert.core.facts import ModelFacts
+from w4pack.convert.engines.model import survey
+from w4pack.convert.engines.rules import ENGINES, engine_version, evaluate, max_tp, render_markdown, suggest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = layer("lm_head", 256, 320)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``bad`` breaks the rule at ``tp``; ``good`` is as near as can be and does not."""
+
+    rule: str
+    bad: ModelFacts
+    good: ModelFacts
+    tp: int = 1
+
+
+def but(settings: dict[str, object], *keys: str) -> dict[str, object]:
+    """Leave keys out."""
+    return {k: v for k, v in settings.items() if k not in keys}
+
+
+def named(model: ModelFacts, *files: str, weights: tuple[str, ...] | None = None) -> ModelFacts:
+    """Give a model other files."""
+    return replace(model, files=files, weight_files=weights or model.weight_files)
+
+
+ROTATED = {"config_groups": {"R4": {"apply": [{"location": "input", "targets": ["re:.*down_proj"]}]}}}
+FOLDED = {"config_groups": {"R1": {"apply": [{"location": "weight_input", "targets": ["Linear"]}]}}}
+TARGETS_HEAD = {"group_0": {"targets": ["Linear", "lm_head"], "weights": {"num_bits": 4, "group_size": 128}}}
+W8_ASYM = {"bits": 8, "sym": False}
+G16_CT = block("compressed-tensors", group_size=16)
+SPLIT_MIX = changed(block("compressed-tensors"), "q_proj", group_size=64)
+Q_DENSE = without(block(), "q_proj")
+DOWN_DENSE = without(block(), "down_proj")
+LOST = dense("model.layers.0.self_attn.q_proj")
+LOST_DOWN = dense("model.layers.0.mlp.down_proj")
+KEPT = ["lm_head", "model.layers.0.mlp.down_proj"]
+QWEN = MIXTRAL | {"architectures": ["Qwen3MoeForCausalLM"]}
+NARROW = {"num_attention_heads": 6, "num_key_value_heads": 2}
+# K per rank 256 = 2 * 128, and 320 = 2.5 * 128 (but 10 * 32)
+ODD_DOWN = changed(block(), "down_proj", in_features=640)
+FINE_DOWN = changed(block(group_size=32), "down_proj", in_features=640)
+
+VLLM = (
+    Case("vllm.no-config", facts(block(), None), facts((), None)),
+    Case("vllm.settings-file", replace(gptq(), quant_file="quantize_config.json"), gptq()),
+    Case("vllm.method", gptq(quant_method="marlin"), gptq(quant_method="gptq_marlin")),
+    Case(
+        "vllm.gptq-keys",
+        facts(block(), but(GPTQ, "desc_act")),
+        facts(block(), but(GPTQ, "checkpoint_format")),
+    ),
+    Case("vllm.gptq-type", gptq(sym=False), gptq(block(bits=8), bits=8)),
+    Case("vllm.gptq-type", gptq(block(bits=3), bits=3), gptq()),
+    Case(
+        "vllm.dynamic-type",
+        gptq(dynamic={"+:.*gate_up_proj": {"sym": False}}),
+        gptq(dynamic={"+:.*gate_up_proj": {"sym": True}}),
+    ),
+    Case("vllm.desc-act", gptq(desc_act=True), gptq(block(group_size=-1), desc_act=True, group_size=-1)),
+    Case(
+        "vllm.dynamic-desc-act",
+        gptq(dynamic={"+:.*o_proj": {"desc_act": True}}),
+        gptq(dynamic={"-:.*lm_head": {"desc_act": True}, "+:.*o_proj": {"desc_act": False}}),
+    ),
+    Case(
+        "vllm.awq-keys", facts(block("awq"), but(AWQ, "zero_point")), facts(block("awq"), but(AWQ, "version"))
+    ),
+    Case("vllm.awq-bits", awq(block("awq", bits=8), bits=8), awq()),
+    Case(
+        "vllm.packing",
+        auto_round(packing_format="auto_round:gptqmodel"),
+        auto_round(block("awq"), packing_format="auto_round:auto_awq"),
+    ),
+    Case(
+        "vllm.auto-round-asym",
+        auto_round(block(sym=False, act_order="none"), sym=False),
+        auto_round(block("awq", sym=False), sym=False, packing_format="auto_round:auto_awq"),
+    ),
+    Case("vllm.actorder", ct(quant=compressed(actorder="group")), ct(quant=compressed(actorder="static"))),
+    Case(
+        "vllm.sparsity",
+        ct(quant=compressed() | {"sparsity_config": {"targets": ["Linear"], "format": "sparse-24"}}),
+        ct(quant=compressed() | {"sparsity_config": {}}),
+    ),
+    Case("vllm.rotation", gptq(rotation="hadamard"), gptq(rotation=None)),
+    Case(
+        "vllm.heads",
+        gptq(config=CONFIG | NARROW),
+        gptq(config=CONFIG | NARROW | {"num_attention_heads": 8}),
+        tp=4,
+    ),
+    Case(
+        "vllm.partial-fused",
+        facts(Q_DENSE, GPTQ, dense_facts=LOST),
+        facts(DOWN_DENSE, GPTQ, dense_facts=LOST_DOWN),
+    ),
+    Case(
+        "vllm.uneven-fused",
+        ct(SPLIT_MIX),
+        ct(changed(block("compressed-tensors"), "down_proj", group_size=64)),
+    ),
+    Case("vllm.expert-names", gptq(experts(), QWEN), gptq(experts(), MIXTRAL)),
+    Case(
+        "vllm.dense-labelled",
+        facts(without(block("awq"), "down_proj"), AWQ, dense_facts=LOST_DOWN),
+        facts(
+            without(block("awq"), "down_proj"), AWQ | {"modules_to_not_convert": KEPT}, dense_facts=LOST_DOWN
+        ),
+    ),
+    Case("vllm.layout", awq(block("awq-gemv"), version="gemv"), awq(version="gemv")),
+    Case(
+        "vllm.layout",
+        gptq(block("marlin-legacy"), checkpoint_format="marlin"),
+        gptq(checkpoint_format="marlin"),
+    ),
+    Case("vllm.shape", gptq(block(group_size=64)), gptq(block(group_size=64), group_size=64)),
+    Case("vllm.shape", gptq(block(bits=8)), gptq(block(bits=8), bits=8)),
+    Case("vllm.lm-head", gptq((*block(), HEAD)), gptq((*block(), HEAD), lm_head=True)),
+    Case("vllm.labelled-dense", gptq(dynamic={"-:.*down_proj": {}}), gptq(dynamic={"-:.*router": {}})),
+    Case("vllm.map-dropped", gptq(block(act_order="groups")), gptq(block(act_order="trivial"))),
+    Case("vllm.map-dropped", gptq(block(act_order="block")), gptq(block(act_order="none"))),
+    Case(
+        "vllm.map-unknown",
+        ct(block("compressed-tensors", act_order="groups")),
+        ct(block("compressed-tensors", act_order="none")),
+    ),
+    Case("vllm.zeros-ignored", gptq(block(sym=False)), gptq(block(sym=True))),
+    Case("vllm.no-zero-point", awq(zero_point=False), awq(block("awq"), zero_point=False)),
+    Case("vllm.slow-zero-point", awq(block("awq"), zero_point=False), awq(block("awq"))),
+    Case("vllm.ambiguous-zeros", gptq(block(ambiguous_zeros=3)), gptq(block(ambiguous_zeros=0))),
+    Case("vllm.gptq-group", gptq(block(group_size=256), group_size=256), gptq()),
+    Case("vllm.awq-group", awq(block("awq", group_size=256), group_size=256), awq()),
+    Case(
+        "vllm.awq-group-odd",
+        awq(block("awq", group_size=16), group_size=16),
+        awq(block("awq", group_size=32), group_size=32),
+    ),
+    Case(
+        "vllm.no-kernel",
+        ct(G16_CT, CONFIG | {"dtype": "bfloat16"}, compressed(16)),
+        ct(G16_CT, quant=compressed(16)),
+    ),
+    Case("vllm.slow-kernel", ct(G16_CT, quant=compressed(16)), ct()),
+    Case(
+        "vllm.slow-kernel",
+        ct(block("compressed-tensors", **W8_ASYM), quant=compressed(**W8_ASYM)),
+        ct(block("compressed-tensors", sym=False), quant=compressed(sym=False)),
+    ),
+    Case("vllm.k-split", gptq(ODD_DOWN), gptq(FINE_DOWN, group_size=32), tp=2),
+    Case(
+        "vllm.n-split",
+        gptq(changed(block(), "gate_proj", out_features=520)),
+        gptq(changed(block(), "gate_proj", out_features=528)),
+        tp=2,
+    ),
+    Case(
+        "vllm.moe-slow",
+        gptq(experts(hidden=192, group_size=32), MIXTRAL, group_size=32),
+        gptq(experts(), MIXTRAL),
+    ),
+    Case(
+        "vllm.moe-no-kernel",
+        gptq(experts(inner=1416), MIXTRAL),
+        gptq(experts(inner=1408), MIXTRAL),
+    ),
+    Case(
+        "vllm.moe-ct",
+        ct(experts("compressed-tensors", inner=768), MIXTRAL),
+        ct(experts("compressed-tensors", inner=1024), MIXTRAL),
+        tp=4,
+    ),
+    Case("vllm.scale-dtype", gptq(config=CONFIG | {"dtype": "bfloat16"}), gptq()),
+    Case("vllm.pads", gptq(changed(block(), "up_proj", out_features=528)), gptq()),
+)
+
+SGLANG = (
+    Case("sglang.no-config", facts(block(), None), facts((), None)),
+    Case("sglang.method", gptq(quant_method="hqq"), gptq()),
+    Case("sglang.gptq-type", gptq(sym=False), gptq()),
+    Case(
+        "sglang.gptq-type",
+        gptq(block(group_size=16), group_size=16),
+        gptq(block(group_size=32), group_size=32),
+    ),
+    Case("sglang.gptq-type", facts(block(), but(GPTQ, "sym")), gptq()),
+    Case("sglang.marlin-label", gptq(is_marlin_format=True), gptq(checkpoint_format="gptq_v2")),
+    Case(
+        "sglang.awq-keys",
+        facts(block("awq"), but(AWQ, "zero_point")),
+        facts(block("awq"), but(AWQ, "version")),
+    ),
+    Case("sglang.awq-bits", awq(block("awq", bits=8), bits=8), awq()),
+    Case("sglang.packing", auto_round(packing_format="auto_round"), auto_round()),
+    Case("sglang.rotation", gptq(rotation_config={"kind": "hadamard"}), gptq(rotation_config={})),
+    Case(
+        "sglang.rotation",
+        ct(quant=compressed() | {"transform_config": ROTATED}),
+        ct(quant=compressed() | {"transform_config": FOLDED}),
+    ),
+    Case(
+        "sglang.sparsity",
+        ct(quant=compressed() | {"sparsity_config": {"targets": ["Linear"]}}),
+        ct(quant=compressed() | {"sparsity_config": {}}),
+    ),
+    Case("sglang.actorder", ct(quant=compressed(actorder="group")), ct(quant=compressed(actorder="weight"))),
+    Case("sglang.heads", gptq(config=CONFIG | NARROW), gptq(), tp=4),
+    Case("sglang.partial-fused", facts(Q_DENSE, GPTQ, dense_facts=LOST), gptq()),
+    Case("sglang.uneven-fused", ct(SPLIT_MIX), ct()),
+    Case("sglang.expert-names", gptq(experts(), QWEN), gptq(experts(), MIXTRAL)),
+    Case(
+        "sglang.dense-labelled",
+        facts(DOWN_DENSE, GPTQ, dense_facts=LOST_DOWN),
+        facts(DOWN_DENSE, GPTQ | {"dynamic": {"-:.*down_proj": {}}}, dense_facts=LOST_DOWN),
+    ),
+    Case("sglang.layout", awq(block("awq-gemv-fast"), version="gemv_fast"), awq()),
+    Case("sglang.shape", gptq(block(group_size=64)), gptq()),
+    Case("sglang.lm-head", gptq((*block(), HEAD)), gptq((*block(), HEAD), lm_head=True)),
+    Case("sglang.labelled-dense", gptq(dynamic={"-:.*down_proj": {}}), gptq()),
+    Case(
+        "sglang.map-dropped", gptq(block(act_order="groups")), gptq(block(act_order="groups"), desc_act=True)
+    ),
+    Case("sglang.zeros-ignored", gptq(block(sym=False)), gptq()),
+    Case("sglang.ambiguous-zeros", gptq(block(ambiguous_zeros=1)), gptq()),
+    Case("sglang.awq-zero-point", awq(block("awq"), zero_point=False), awq(block("awq"))),
+    Case(
+        "sglang.shape-tile",
+        gptq(changed(block(), "up_proj", out_features=544)),
+        gptq(changed(block(), "up_proj", out_features=576)),
+    ),
+    Case("sglang.awq-slow", awq(changed(block("awq"), "up_proj", out_features=544)), awq()),
+    Case(
+        "sglang.ct-asym",
+        ct(block("compressed-tensors", **W8_ASYM), quant=compressed(**W8_ASYM)),
+        ct(block("compressed-tensors", sym=False), quant=compressed(sym=False)),
+    ),
+    Case("sglang.ct-group", ct(G16_CT, quant=compressed(16)), ct()),
+    Case("sglang.k-split", gptq(ODD_DOWN), gptq(), tp=2),
+    Case(
+        "sglang.k-split",
+        gptq(ODD_DOWN),
+        gptq(changed(ODD_DOWN, "_proj", act_order="groups"), desc_act=True),
+        tp=2,
+    ),
+    Case(
+        "sglang.n-split",
+        gptq(changed(block(), "gate_proj", out_features=520)),
+        gptq(),
+        tp=2,
+    ),
+    Case("sglang.moe-slow", gptq(experts(inner=1056), MIXTRAL), gptq(experts(inner=1024), MIXTRAL)),
+    Case(
+        "sglang.moe-act-order",
+        gptq(experts(inner=1056, act_order="groups"), MIXTRAL, desc_act=True),
+        gptq(experts(inner=1024, act_order="groups"), MIXTRAL, desc_act=True),
+    ),
+    Case("sglang.scale-dtype", gptq(block(scale_dtype="BF16")), gptq()),
+)
+
+TRANSFORMERS = (
+    Case("transformers.no-config", facts(block(), None), facts((), None)),
+    Case("transformers.settings-file", replace(gptq(), quant_file="quantize_config.json"), gptq()),
+    Case("transformers.method", gptq(quant_method="marlin"), gptq()),
+    Case("transformers.artifact", artifact(), gptq()),
+    Case(
+        "transformers.stray-file",
+        named(
+            gptq(),
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "a.safetensors",
+            weights=("a.safetensors",),
+        ),
+        named(gptq(), "model.safetensors.index.json", "a.safetensors", weights=("a.safetensors",)),
+    ),
+    Case(
+        "transformers.weight-files",
+        named(gptq(), "gptq_model-4bit-128g.safetensors", weights=("gptq_model-4bit-128g.safetensors",)),
+        gptq(),
+    ),
+    Case("transformers.gptq-format", gptq(is_marlin_format=True), gptq(checkpoint_format="gptq_v2")),
+    Case("transformers.gptq-format", gptq(checkpoint_format="bitblas"), gptq(checkpoint_format="marlin")),
+    Case("transformers.awq-version", awq(block("awq-marlin"), version="marlin"), awq(version="gemm")),
+    Case("transformers.auto-round", auto_round(), gptq()),
+    Case("transformers.rotation", gptq(spinquant_config={"r1": True}), gptq()),
+    Case(
+        "transformers.sparsity",
+        ct(quant=compressed() | {"sparsity_config": {"targets": ["Linear"]}}),
+        ct(quant=compressed() | {"sparsity_config": {}}),
+    ),
+    Case(
+        "transformers.actorder",
+        ct(quant=compressed(actorder="group")),
+        ct(quant=compressed(actorder="static")),
+    ),
+    Case(
+        "transformers.gptq-dense",
+        facts(DOWN_DENSE, GPTQ | {"dynamic": {"-:.*down_proj": {}}}, dense_facts=LOST_DOWN),
+        facts(
+            DOWN_DENSE,
+            GPTQ
+            | {
+                "modules_in_block_to_quantize": [
+                    [n.removeprefix("model.layers.0.")] for n in (x.name for x in DOWN_DENSE)
+                ]
+            },
+            dense_facts=LOST_DOWN,
+        ),
+    ),
+    Case(
+        "transformers.awq-dense",
+        facts(without(block("awq"), "down_proj"), AWQ, dense_facts=LOST_DOWN),
+        facts(
+            without(block("awq"), "down_proj"), AWQ | {"modules_to_not_convert": KEPT}, dense_facts=LOST_DOWN
+        ),
+    ),
+    Case("transformers.dense-head", ct(quant=compressed() | {"ignore": []}), ct()),
+    Case(
+        "transformers.dynamic",
+        gptq(changed(block(), "o_proj", group_size=64), dynamic={"o_proj": {"group_size": 64}}),
+        gptq(dynamic={"router": {"group_size": 64}}),
+    ),
+    Case(
+        "transformers.unlisted",
+        gptq(modules_in_block_to_quantize=[["mlp.up_proj"]]),
+        gptq(modules_in_block_to_quantize=None),
+    ),
+    Case("transformers.random-experts", gptq(experts(), MIXTRAL), ct(experts("compressed-tensors"), MIXTRAL)),
+    Case(
+        "transformers.random-experts",
+        awq(experts("awq"), MIXTRAL),
+        ct(experts("compressed-tensors"), MIXTRAL),
+    ),
+    Case(
+        "transformers.expert-names",
+        ct(experts("compressed-tensors"), QWEN),
+        ct(experts("compressed-tensors"), MIXTRAL),
+    ),
+    Case("transformers.random-head", gptq((*block(), HEAD), lm_head=True), gptq()),
+    Case(
+        "transformers.head-unnamed",
+        ct((*block("compressed-tensors"), replace(HEAD, layout="compressed-tensors"))),
+        ct(
+            (*block("compressed-tensors"), replace(HEAD, layout="compressed-tensors")),
+            quant=compressed() | {"config_groups": TARGETS_HEAD, "ignore": []},
+        ),
+    ),
+    Case("transformers.layout", awq(version="gemv"), awq(block("awq-gemv", sym=False), version="gemv")),
+    Case("transformers.layout", gptq(block("marlin-legacy")), gptq()),
+    Case("transformers.shape", gptq(block(group_size=64)), gptq()),
+    Case(
+        "transformers.labelled-dense",
+        awq(modules_to_not_convert=["down_proj"]),
+        awq(modules_to_not_convert=["lm_head"]),
+    ),
+    Case("transformers.zeros-ignored", gptq(block(sym=False)), gptq(block(sym=False), sym=False)),
+    Case("transformers.ambiguous-zeros", gptq(block(ambiguous_zeros=1)), gptq()),
+    Case(
+        "transformers.ct-asym",
+        ct(block("compressed-tensors", sym=False), quant=compressed(sym=False)),
+        ct(),
+    ),
+    Case(
+        "transformers.group",
+        gptq(block(group_size=48), group_size=48),
+        gptq(block(group_size=16), group_size=16),
+    ),
+    Case("transformers.group", awq(block("awq", group_size=256), group_size=256), awq()),
+    Case("transformers.n-pack", gptq(changed(block(), "up_proj", out_features=516)), gptq()),
+    Case("transformers.scale-dtype", gptq(block(scale_dtype="BF16")), gptq()),
+)
+
+ORDERED = changed(block("marlin"), "down_proj", act_order="groups")
+W4PACK = (
+    Case("w4pack.layout", gptq(), artifact()),
+    Case("w4pack.group", artifact(block("marlin", group_size=16)), artifact(block("marlin", group_size=-1))),
+    Case("w4pack.heads", artifact(config=CONFIG | NARROW), artifact(), tp=4),
+    Case(
+        "w4pack.n-tile",
+        artifact(changed(block("marlin"), "up_proj", out_features=576)),
+        artifact(changed(block("marlin"), "up_proj", out_features=640)),
+        tp=2,
+    ),
+    Case(
+        "w4pack.k-tile",
+        artifact(changed(block("marlin"), "down_proj", in_features=640)),
+        artifact(changed(block("marlin"), "down_proj", in_features=640, group_size=64)),
+        tp=2,
+    ),
+    Case(
+        "w4pack.k-order",
+        artifact(ORDERED),
+        artifact(changed(block("marlin"), "up_proj", act_order="groups")),
+        tp=2,
+    ),
+)
+
+CASES = VLLM + SGLANG + TRANSFORMERS + W4PACK
+
+
+def broken(model: ModelFacts, rule: str, tp: int) -> list[str]:
+    """Return the verdicts with which ``rule`` is reported."""
+    result = evaluate(model, rule.partition(".")[0], tp)
+    return [b.verdict for b in (*result.blockers, *result.notes) if b.rule == rule]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.rule)
+def test_a_rule_finds_what_breaks_it_and_lets_the_nearest_case_pass(case: Case) -> None:
+    expected = {r.id: r.verdict for e in ENGINES.values() for r in e.rules}[case.rule]
+    found = broken(case.bad, case.rule, case.tp)
+    assert found and set(found) == {expected}
+    assert broken(case.good, case.rule, case.tp) == []
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {r.id for e in ENGINES.values() for r in e.rules} == {c.rule for c in CASES}
+
+
+def test_rules_have_unique_names_and_one_test() -> None:
+    rules = [r for e in ENGINES.values() for r in e.rules]
+    assert len({r.id for r in rules}) == len(rules)
+    assert all((r.test is None) != (r.whole is None) for r in rules)
+    assert all(r.id.startswith(e.name + ".") for e in ENGINES.values() for r in e.rules)
+
+
+@pytest.mark.parametrize("engine", ("vllm", "sglang", "transformers"))
+@pytest.mark.parametrize(
+    "model", (gptq(), awq(), ct(), gptq(block(bits=8), bits=8)), ids=("gptq", "awq", "ct", "w8")
+)
+@pytest.mark.parametrize("tp", (1, 2))
+def test_plain_models_are_taken(engine: str, model: ModelFacts, tp: int) -> None:
+    result = evaluate(model, engine, tp)
+    assert (result.verdict, result.ok, result.blockers) == ("ok", True, ())
+
+
+def test_plain_artifact_is_taken() -> None:
+    assert [evaluate(artifact(), "w4pack", tp).verdict for tp in (1, 2)] == ["ok", "ok"]
+
+
+def test_the_worst_verdict_wins_and_slow_counts_as_ok() -> None:
+    slow = evaluate(awq(block("awq"), zero_point=False), "vllm", 1)
+    assert (slow.verdict, slow.ok) == ("slow", True)
+    wrong = evaluate(gptq(block(sym=False)), "vllm", 1)
+    assert (wrong.verdict, wrong.ok) == ("wrong", False)
+    both = evaluate(gptq(block(sym=False, group_size=64)), "vllm", 1)
+    assert [b.verdict for b in both.blockers][:1] == ["refuses"] and both.verdict == "refuses"
+    assert "wrong" in {b.verdict for b in both.blockers}
+
+
+def test_a_note_leaves_the_verdict_alone() -> None:
+    result = evaluate(gptq(config=CONFIG | {"dtype": "bfloat16"}), "vllm", 1)
+    assert (result.verdict, result.blockers) == ("ok", ())
+    assert {n.rule for n in result.notes} == {"vllm.scale-dtype"}
+    assert sum(n.count for n in result.notes) == 7
+
+
+def test_modules_that_all_break_a_rule_are_one_pattern_and_a_few_are_named() -> None:
+    layers = tuple(x for i in range(3) for x in block(index=i))
+    every = evaluate(gptq(changed(layers, "o_proj", act_order="groups")), "vllm", 1).blockers
+    assert [(b.layer, b.count) for b in every] == [("model.layers.*.self_attn.o_proj", 3)]
+    one = changed(layers, "layers.1.self_attn.o_proj", act_order="groups")
+    some = evaluate(gptq(one), "vllm", 1).blockers
+    assert [(b.layer, b.count) for b in some] == [("model.layers.1.self_attn.o_proj", 1)]
+
+
+def test_fused_module_is_named_with_its_parts() -> None:
+    """F13: q_proj at another group size than k and v."""
+    uneven = changed(block(), "q_proj", group_size=32)
+    found = evaluate(gptq(uneven, dynamic={".*q_proj": {"group_size": 32}}), "vllm", 1)
+    hit = next(b for b in found.blockers if b.rule == "vllm.uneven-fused")
+    assert hit.layer == "model.layers.0.self_attn.qkv_proj"
+    assert hit.found == "q_proj 4 bit g32 sym, k_proj/v_proj 4 bit g128 sym"
+    assert not found.ok
+    artifact_of_it = artifact(changed(block("marlin"), "q_proj", group_size=32))
+    assert evaluate(artifact_of_it, "w4pack", 1).ok
+
+
+def test_dynamic_rules_are_looked_up_under_fused_names() -> None:
+    model = gptq(block(group_size=64), dynamic={"+:.*": {"group_size": 64}})
+    assert evaluate(model, "vllm", 1).ok
+    only_up = gptq(
+        changed(changed(block(), "gate_proj", bits=8), "up_proj", bits=8), dynamic={".*up_proj": {"bits": 8}}
+    )
+    assert evaluate(only_up, "vllm", 1).ok  # `.*up_proj` also matches gate_up_proj
+    assert not evaluate(only_up, "transformers", 1).ok  # and transformers ignores `dynamic`
+
+
+# --- tensor parallelism
+
+
+def test_key_and_value_are_repeated_past_their_heads() -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    k_proj = layer("model.layers.0.self_attn.k_proj", 1024, 128)
+    assert max_tp(k_proj, CONFIG | heads) == 8
+    assert max_tp(k_proj, CONFIG | heads | {"num_key_value_heads": 8}) == 8  # 16 columns are two words
+    thin = layer("model.layers.0.self_attn.k_proj", 1024, 32)
+    assert max_tp(thin, CONFIG | heads | {"num_key_value_heads": 8}) == 4  # 4 columns are half a word
+    assert max_tp(thin, CONFIG | heads) == 8
+
+
+def test_max_tp_by_role() -> None:
+    assert max_tp(layer("m.down_proj", 640, 256), CONFIG) == 1  # 5 groups
+    assert max_tp(layer("m.down_proj", 640, 256, group_size=-1), CONFIG) == 8
+    assert max_tp(layer("m.down_proj", 1024, 256, act_order="groups"), CONFIG) == 1
+    assert max_tp(layer("m.down_proj", 1024, 256, act_order="trivial"), CONFIG) == 8
+    assert max_tp(layer("m.up_proj", 1024, 256, act_order="groups"), CONFIG) == 8
+    assert max_tp(layer("m.up_proj", 640, 72), CONFIG) == 1  # 9 words
+    assert max_tp(layer("m.gate", 640, 8), CONFIG) == 8  # routers are repeated
+    assert max_tp(layer("m.strange", 512, 1024), CONFIG) == 4  # must fit both ways
+
+
+def test_one_group_is_whole_on_every_rank() -> None:
+    model = gptq(changed(block(group_size=-1), "down_proj", in_features=640), group_size=-1)
+    assert evaluate(model, "vllm", 2).ok
+    one_group = changed(block(), "o_proj", in_features=128, group_size=-1)  # K = 128 under a label of 128
+    assert evaluate(gptq(one_group), "vllm", 1).ok
+    assert "vllm.k-split" in {b.rule for b in evaluate(gptq(one_group), "vllm", 2).blockers}
+
+
+def test_expert_group_is_halved_by_the_fallback() -> None:
+    """Intermediate size 768 in g128 at TP 4: 192 holds one and a half groups, or three of 64."""
+    moe = gptq(experts(inner=768), MIXTRAL)
+    assert [evaluate(moe, "vllm", tp).verdict for tp in (1, 2, 4)] == ["ok", "ok", "slow"]
+
+
+# --- what is suggested
+
+
+def advice(model: ModelFacts, engine: str, *sizes: int) -> str | None:
+    """Ask as ``check`` does."""
+    return suggest([evaluate(model, engine, tp) for tp in sizes or (1,)], model)
+
+
+CONVERT = "w4pack convert SRC OUT --to "
+ACT_DOWN = changed(block(), "down_proj", act_order="groups")
+ACT_ALL = block(act_order="groups")
+ADVICE = (
+    ("real order in down_proj only", "vllm", gptq(ACT_DOWN, desc_act=True), "gptq"),
+    ("real order everywhere", "vllm", gptq(ACT_ALL, desc_act=True), "gptq --regroup"),
+    ("order dropped silently", "vllm", gptq(ACT_ALL), "gptq --regroup"),
+    ("label without order", "vllm", gptq(desc_act=True), "gptq"),
+    ("block-constant map", "vllm", gptq(block(act_order="block")), "gptq"),
+    ("asymmetric GPTQ", "vllm", gptq(block(sym=False), sym=False), "awq"),
+    ("asymmetric GPTQ", "sglang", gptq(block(sym=False), sym=False), "awq"),
+    ("labelled asymmetric, zeros all 8", "vllm", gptq(sym=False), "gptq"),
+    ("gemv", "vllm", awq(block("awq-gemv", sym=False), version="gemv"), "awq"),
+    ("AWQ marlin", "transformers", awq(block("awq-marlin"), version="marlin"), "awq"),
+    ("AWQ 8 bit", "vllm", awq(block("awq", bits=8), bits=8), "gptq"),
+    ("group 256", "vllm", gptq(block(group_size=256), group_size=256), "gptq"),
+    ("group 16", "vllm", gptq(block(group_size=16), group_size=16), "compressed-tensors"),
+    ("packing", "vllm", auto_round(packing_format="auto_round:gptqmodel"), "gptq"),
+    ("packing, asymmetric", "vllm", auto_round(block(sym=False), sym=False), "awq"),
+    ("actorder", "vllm", ct(ACT_ALL, quant=compressed(actorder="group")), "compressed-tensors --regroup"),
+    ("legacy", "vllm", gptq(block("marlin-legacy"), checkpoint_format="marlin"), "gptq"),
+    ("experts in GPTQ form", "transformers", gptq(experts(), MIXTRAL), "compressed-tensors"),
+    ("quantized head", "transformers", gptq((*block(), HEAD), lm_head=True), "compressed-tensors"),
+    (
+        "asymmetric packed",
+        "transformers",
+        ct(block("compressed-tensors", sym=False), quant=compressed(sym=False)),
+        "gptq",
+    ),
+    (
+        "asymmetric experts",
+        "transformers",
+        awq(experts("awq", sym=False), MIXTRAL),
+        "compressed-tensors --widen",
+    ),
+    ("not an artifact", "w4pack", gptq(ACT_ALL, desc_act=True), "marlin"),
+    ("artifact in an engine", "vllm", artifact(), "gptq"),
+)
+
+
+@pytest.mark.parametrize(
+    ("about", "engine", "model", "target"), ADVICE, ids=[f"{a}-{e}" for a, e, _, _ in ADVICE]
+)
+def test_suggestion(about: str, engine: str, model: ModelFacts, target: str) -> None:
+    assert advice(model, engine) == CONVERT + target
+
+
+def test_no_suggestion_where_none_is_needed_or_none_helps() -> None:
+    assert advice(gptq(), "vllm") is None
+    assert advice(gptq(rotation="hadamard"), "vllm") is None
+    assert advice(gptq(block(ambiguous_zeros=2), sym=False), "vllm") is None
+    assert advice(gptq(config=CONFIG | NARROW), "vllm", 4) is None
+
+
+def test_act_order_under_tensor_parallelism_is_folded_for_the_artifact() -> None:
+    assert advice(artifact(ORDERED), "w4pack", 1, 2) == CONVERT + "marlin --fold-act-order"
+    both = changed(ORDERED, "o_proj", act_order="groups")
+    assert advice(artifact(both), "w4pack", 1, 2) == CONVERT + "marlin --regroup"
+
+
+def test_padding_is_suggested_for_the_sizes_asked_for() -> None:
+    odd = changed(
+        changed(changed(block(), "down_proj", in_features=640), "up_proj", out_features=640),
+        "gate_proj",
+        out_features=640,
+    )
+    assert advice(gptq(odd), "vllm", 1) is None
+    assert advice(gptq(odd), "vllm", 1, 2) == CONVERT + "gptq --pad-for-tp 2"
+
+
+# --- robustness, speed, the page
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "settings",
+    (
+        {},
+        {"quant_method": 7},
+        {"quant_method": "gptq", "bits": "4", "dynamic": {"(": {}, "a": None}},
+        {"quant_method": "gptq", "bits": None, "group_size": [], "sym": "yes", "dynamic": []},
+        {"quant_method": "awq", "modules_to_not_convert": {"a": 1}, "version": 3},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"a": None, "b": {"targets": None, "weights": 3}},
+            "ignore": "lm_head",
+            "transform_config": {"config_groups": {"x": {"apply": "input"}}},
+        },
+        {"quant_method": "auto-round", "extra_config": {"[": {}, "a": 1}, "packing_format": None},
+    ),
+)
+def test_nonsense_in_the_settings_never_raises(engine: str, settings: dict[str, object]) -> None:
+    model = facts(block(), settings, {"architectures": "Llama", "num_attention_heads": "four", "dtype": 3})
+    result = evaluate(model, engine, 2)
+    assert result.verdict in ("ok", "refuses", "wrong", "slow")
+    suggest([result], model)
+
+
+def test_like_modules_are_looked_at_once() -> None:
+    layers = tuple(x for i in range(80) for x in block(index=i))
+    model = survey(gptq(layers), fused=True)
+    assert len(model.kinds) == 7  # rules run once for each, not 560 times
+    assert sum(len(k.names) for k in model.kinds) == 560
+
+
+def test_versions() -> None:
+    assert {e: engine_version(e) for e in ENGINES} == {
+        "vllm": "0.32.0",
+        "sglang": "0.5.23",
+        "transformers": "5.24.0",
+        "w4pack": "artifact 1",
+    }
+
+
+def test_the_reference_page_is_current() -> None:
+    page = ROOT / "docs" / "reference" / "engine-rules.md"
+    assert page.read_text(encoding="utf-8") == render_markdown()
