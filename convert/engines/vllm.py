@@ -403,8 +403,8 @@ RULES = (
         "convert --to awq splits groups", test=_awq_group, methods=("awq", "auto-round"),
     ),
     Rule(
-        "vllm.awq-group-odd", "refuses", "group_size", "the old AWQ kernel wants multiples of 32, at the "
-        "first call", "--to compressed-tensors in float16", test=_awq_group_odd, methods=("awq", "auto-round"),
+        "vllm.awq-group-odd", "refuses", "group_size", "the old AWQ kernel wants multiples of 32, at "
+        "the first call", "--to compressed-tensors in float16", test=_awq_group_odd, methods=("awq", "auto-round"),
     ),
     Rule(
         "vllm.no-kernel", "refuses", "bits, zeros, group, shape per rank, dtype",
