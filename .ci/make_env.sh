@@ -30,14 +30,14 @@ new_venv() { # DIR [options of venv]; an existing one is kept, so a second run w
     [ -x "$1/bin/python" ] || "$python" -m venv "${@:2}" "$1"
 }
 
-# What would pip take for torch? Its metadata is enough to tell: a CUDA build requires NVIDIA's wheels.
+# What would pip take for torch? Its metadata is enough to tell: on Linux a CUDA build requires NVIDIA's wheels.
 default_torch_is_cpu() {
     local report
     report=$("$1" -m pip install --quiet --dry-run --no-deps --ignore-installed --report - "$torch_default") || return 1
     printf '%s' "$report" | "$1" -c '
 import json, sys
 wants = json.load(sys.stdin)["install"][0]["metadata"].get("requires_dist", [])
-sys.exit(any(w.startswith(("nvidia-", "cuda-", "triton")) for w in wants))'
+sys.exit(sys.platform == "linux" and any(w.startswith(("nvidia-", "cuda-")) for w in wants))'
 }
 
 install_torch() { # PYTHON OF THE VENV
@@ -55,7 +55,7 @@ install_torch() { # PYTHON OF THE VENV
             # The default wheel of this platform carries CUDA. uv knows where the CPU builds lie.
             say "torch: $torch_default, the CPU build by way of uv (pip's default here is a CUDA build)"
             "$1" -m pip install --quiet uv
-            "$1" -m uv pip install --quiet --python "$1" --torch-backend cpu "$torch_default"
+            "$1" -m uv pip install --quiet --python "$1" --torch-backend cpu "$torch_default" || true # said below
         fi
         kind=0
         torch_kind "$1" || kind=$?
