@@ -95,6 +95,8 @@ def _shared_folder() -> Path:
 
 NO_SHARED = "needs the fixtures folder (W4PACK_SHARED or ../shared)"
 NO_GPU = "needs a CUDA device"
+# How the reason of a skip begins. Anything else, "could not import torch" for one, would hide tests in CI.
+EXPLAINED = ("needs ", "cannot become ", "this transformers has no ")
 
 
 @pytest.fixture(scope="session")
@@ -226,3 +228,19 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for group, counts in _counts(cast("Mapping[str, list[Any]]", terminalreporter.stats)):
         said = ", ".join(f"{n} {outcome}" for outcome, n in counts.items())
         terminalreporter.write_line(f"{group:<14} {said}")
+    for line in _unexplained_skips(terminalreporter.config):
+        terminalreporter.write_line(f"skipped for a reason that is not on the list: {line}")
+
+
+def _unexplained_skips(config: pytest.Config) -> list[str]:
+    """Skips whose reason is not one of the known kinds: they would hide tests silently."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", ()) if reporter is not None else ()
+    reasons = [(r.nodeid, str(r.longrepr[2]).removeprefix("Skipped: ")) for r in skipped]
+    return [f"{nodeid}: {reason}" for nodeid, reason in reasons if not reason.startswith(EXPLAINED)]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """In CI a skip for a reason that nobody foresaw fails the run."""
+    if exitstatus == pytest.ExitCode.OK and os.environ.get("CI") and _unexplained_skips(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
