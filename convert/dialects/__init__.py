@@ -3,8 +3,10 @@
 A dialect is one small module per ``quant_method``:
 
 ``METHODS``                          spellings of ``quant_method`` it answers to
-``claims(config) -> Claims``         parse; never raises on nonsense values it does not need
+``claims(config, config_json)``      -> Claims; parse; never raises on nonsense values it does not need
 ``write(model) -> dict``             the block for a target (only dialects that are targets)
+
+``find_dialect`` chooses a module for a block; ``unknown_method`` is the refusal if there is none.
 
 Tensors decide; claims are compared with them. Which tensor layout a file has is not decided here.
 """
@@ -16,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.errors import Refused, W4PackError
 
 DIALECTS: dict[str, str] = {
     "gptq": "gptq",
@@ -119,3 +122,15 @@ def find_dialect(config: Mapping[str, Any]) -> ModuleType | None:
 def _by_method(method: str) -> ModuleType | None:
     modules = (get(name) for name in DIALECTS)
     return next((module for module in modules if method.lower() in module.METHODS), None)
+
+
+def unknown_method(config: Mapping[str, Any], where: str | None) -> W4PackError:
+    """Return the refusal for a settings block that no dialect reads; it names the method and what is read."""
+    found = import_module(f"{__name__}.others").other_method(config)
+    return Refused(
+        "no reader for this kind of quantization",
+        code="method-unknown",
+        where=f"{where}: quant_method" if where else "quant_method",
+        expected=", ".join(DIALECTS),
+        found=found or "no method name",
+    )

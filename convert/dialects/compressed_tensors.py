@@ -179,6 +179,10 @@ def _group_reason(key: str, weights: Mapping[str, Any]) -> str | None:
 # ---- writing -------------------------------------------------------------------------------------
 
 MANY = 4  # from so many regular names on, one pattern stands for them
+# ... but only where engines keep the checkpoint's names. Elsewhere (vision towers, nested language models)
+# they translate exact names to their own and leave patterns alone, so a pattern is the last resort.
+KEPT_NAMES = "model.layers."
+MANY_ELSEWHERE = 512
 
 
 def write(model: TargetModel) -> dict[str, Any]:
@@ -234,5 +238,6 @@ def compact(names: tuple[str, ...] | list[str]) -> list[str]:
     """Return exact names, or one anchored ``re:`` pattern for each regular part of at least MANY of them."""
     out: list[str] = []
     for pattern, members in products(names):
-        out += members if len(members) < MANY else [f"re:{pattern}"]
+        many = MANY if members[0].startswith(KEPT_NAMES) else MANY_ELSEWHERE
+        out += members if len(members) < many else [f"re:{pattern}"]
     return out

@@ -54,6 +54,20 @@ def claims(config: Mapping[str, Any], config_json: Mapping[str, Any]) -> Claims:
     )
 
 
+METADATA = "gptq_"  # auto-gptq <= 0.7.1 keeps settings in the safetensors header, as strings with this prefix
+
+
+def from_metadata(metadata: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the block that a safetensors header's metadata tells of, or None. For files without any JSON."""
+    words: dict[str, Any] = {"True": True, "False": False, "true": True, "false": False}
+    block: dict[str, Any] = {}
+    for key, value in metadata.items():
+        if key.startswith(METADATA):
+            number = value.removeprefix("-").isdecimal() and len(value) < 10
+            block[key.removeprefix(METADATA)] = int(value) if number else words.get(value, value)
+    return {"quant_method": "gptq", **block} if "bits" in block else None
+
+
 def module_claim(config: Mapping[str, Any]) -> ModuleClaim:
     """Read bits, group size, symmetry and order from a block or a rule, old spellings included."""
     return ModuleClaim(
@@ -139,7 +153,7 @@ def _lookup(
 ) -> Callable[[str], ModuleClaim | None]:
     inside = reading.strings(config.get("modules_in_block_to_quantize") or config.get("inside_layer_modules"))
     skipped = reading.strings(config.get("modules_to_not_convert"))
-    blocks = reading.strings(config.get("block_name_to_quantize") or config.get("to_quant_block_names"))
+    blocks = reading.strings(config.get("to_quant_block_names")) if is_autoround(config) else ()
 
     def for_module(name: str) -> ModuleClaim | None:
         head = families.is_lm_head(name)
@@ -217,7 +231,8 @@ def _dynamic(model: TargetModel) -> dict[str, dict[str, Any]]:
     sets: dict[tuple[tuple[str, int], ...] | None, list[str]] = {}
     if model.dense_linears:
         sets[None] = list(model.dense_linears)
-    for name, scheme in model.layers.items():
+    for name in sorted(model.layers, key=families.natural_key):
+        scheme = model.layers[name]
         values = {"bits": scheme.bits, "group_size": scheme.group_size, "sym": scheme.sym}
         default = {"bits": base.bits, "group_size": base.group_size, "sym": base.sym}
         changed = tuple((key, value) for key, value in values.items() if value != default[key])

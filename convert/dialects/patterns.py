@@ -203,7 +203,7 @@ class _Parser:
 
 
 def _cost(node: _Node, *, inside: bool = False) -> int:
-    """Estimate the steps a backtracking matcher needs for one name at worst; over CHEAP where it may explode."""
+    """Estimate the steps a backtracking matcher needs for one name at worst; over CHEAP if it may explode."""
     if isinstance(node, _Repeat):
         if inside or node.most == 0:
             return CHEAP + 1

@@ -6,6 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from w4pack.convert.dialects import patterns
 
 ATOMS = st.sampled_from(["a", "b", ".", r"\.", "[ab]", "[^a]", r"\d", r"\w", "[a-c1]", "(?:)", "[]a]"])
@@ -74,8 +75,9 @@ def test_explosive_patterns_answer_at_once(pattern: str) -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["(", "a)", "[", "*a", "a**", r"\1", r"(a)\1", "(?<=a)b", "(?P=x)", r"\K", "(?R)", "a++", "(?>a)", "(?i)a",
-     "[[:alpha:]]", "a{3,1}", "\\", "a" * 30_000, "(" * 500 + ")" * 500, "((a{999}){999}){999}", r"\p{L}"],
+    ["(", "a)", "[", "*a", "a**", r"\1", r"(a)\1", "(?<=a)b", "(?P=x)", r"\K", "(?R)", "a++", "(?>a)",
+     "(?i)a", "[[:alpha:]]", "a{3,1}", "\\", "a" * 30_000, r"\p{L}", "(" * 500 + ")" * 500,
+     "((a{999}){999}){999}"],
 )  # fmt: skip
 def test_what_is_not_read_has_no_matcher(pattern: str) -> None:
     assert patterns.matcher(pattern) is None
