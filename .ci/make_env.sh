@@ -70,8 +70,11 @@ install_torch() { # PYTHON OF THE VENV
 case "$1" in
     base)
         new_venv "$2"
-        "$2/bin/python" -m pip install --quiet --upgrade --force-reinstall --no-deps "$root"
-        "$2/bin/python" -m pip install --quiet "$root"
+        # Built without isolation: after the first time a changed checkout installs without a network.
+        "$2/bin/python" -c 'import setuptools as s; exit(int(s.__version__.split(".")[0]) < 77)' 2>/dev/null ||
+            "$2/bin/python" -m pip install --quiet --upgrade 'setuptools>=77'
+        rm -rf "$root/build/lib" "$root"/build/bdist.* # else modules that were deleted since come along
+        "$2/bin/python" -m pip install --quiet --no-build-isolation "$root"
         ;;
     test)
         # A CPU torch that the interpreter already has is used in place: it is most of the download.
