@@ -4,19 +4,34 @@ A layout is two things: a *grid* (which 2-D tensor holds the codes, and how K an
 a handful of functions, the same in every module:
 
 ``grid(bits) -> Grid``                              where the codes lie
-``unpack(block, bits) -> words``                    stored block -> canonical words (see quantlinear)
-``pack(words, bits) -> block``                      the inverse; bytes are deterministic
+``unpack(block, bits, out=None) -> words``          stored block -> canonical words (see quantlinear); may be a
+                                                    view of the block where the layout is the canonical one
+``pack(words, bits, out=None) -> block``            the inverse; bytes are deterministic
 ``specs(scheme) -> {suffix: (dtype, shape)}``       every tensor written for a linear of that scheme, codes included
 ``decode_params(tensors, scheme, zero_kind) -> GroupParams``   the small tensors, whole
 ``encode_params(params, scheme) -> {suffix: array}``           the inverse; all of ``specs`` but the codes
-``obstacle(scheme) -> Obstacle | None``             why this layout cannot hold the scheme, and what could
+``limits(scheme) -> Obstacle | None``               why this layout cannot hold the scheme
+``obstacle(scheme) -> Obstacle | None``             the same with the targets that could
+``match(tensors, values=None) -> Match | None``     does a layer with these {suffix: (dtype, shape)} have this layout;
+                                                    ``values`` are the tensors of ``DECIDING`` that were read
+
+Layouts that store rows sorted by group have ``row_order(tensors, scheme)`` (the artifact). Where K is no multiple of
+the codes in a word, the fields past the last row are zero in words, and ``pack`` returns whole words' rows.
 
 No layout imports another; none reads files.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
+
+from numpy.typing import NDArray
+
+from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.errors import SourceError
+
+Header = tuple[str, tuple[int, ...]]  # dtype tag and shape of a tensor
 
 FORMATS: dict[str, tuple[str, str]] = {
     "gptq": ("gptq", "GPTQ: qweight packed along K, qzeros packed along N"),
@@ -28,6 +43,24 @@ FORMATS: dict[str, tuple[str, str]] = {
     "marlin-legacy": ("marlin_legacy", "legacy Marlin: B and s, symmetric, group 128 or -1"),
     "marlin": ("marlin", "w4pack artifact: Marlin tiles, grouped scale order"),
 }
+
+# Order of the tests: at K = 256, g = 32 the shapes of a gemv layer satisfy GPTQ's test too, so gemv is asked first.
+DETECTION_ORDER = (
+    "awq-gemv-fast",
+    "awq-gemv",
+    "gptq",
+    "awq",
+    "awq-marlin",
+    "compressed-tensors",
+    "marlin-legacy",
+    "marlin",
+)
+
+# Layouts that are written for use elsewhere, in the order in which they are suggested; ``dense`` is no layout.
+TARGETS = ("marlin", "gptq", "awq", "compressed-tensors", "marlin-legacy")
+
+# Small tensors whose values, not only headers, ``match`` needs.
+DECIDING: dict[str, tuple[str, ...]] = {"compressed-tensors": ("weight_shape",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +89,137 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Why a layout cannot hold a scheme: the rule with its numbers, and the targets that can."""
+    """Why a layout cannot hold a scheme: the rule with its numbers, and the targets that can.
+
+    ``is_shape``: the layer's shape is the obstacle, so that this layer alone can be left in 16 bit; otherwise
+    (bits, zero points, order) the conversion is refused.
+    """
 
     rule: str
     expected: str
     found: str
     targets: tuple[str, ...] = ()
+    is_shape: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the headers of one layer say. A ``bits`` other than 4 and 8 is for the caller to refuse.
+
+    in_features   K; rows in the file where nothing tells K apart from them
+    groups        G, or 0: the file pads groups and does not say
+    """
+
+    bits: int
+    in_features: int
+    out_features: int
+    groups: int
 
 
 def get(name: str) -> ModuleType:
     """Import and return the module of layout ``name``. Raises KeyError for an unknown one."""
     return import_module(f"{__name__}.{FORMATS[name][0]}")
+
+
+def recognise(
+    tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None
+) -> tuple[str, Match] | None:
+    """Return the layout of a layer and what its headers say; None if no layout claims it.
+
+    Raises SourceError, naming the suffix, if the tensors resemble a layout and contradict each other.
+    """
+    for name in DETECTION_ORDER:
+        found: Match | None = get(name).match(tensors, values)
+        if found is not None:
+            return name, found
+    qweight, scales = tensors.get("qweight"), tensors.get("scales")
+    if qweight is not None and scales is not None and qweight[0] in ("I32", "I16"):
+        raise mismatch("qweight", f"a shape that goes with scales {list(scales[1])}", f"{list(qweight[1])}")
+    return None
+
+
+def with_targets(found: Obstacle | None, scheme: QuantScheme) -> Obstacle | None:
+    """Fill in the targets that can hold ``scheme``. ``dense`` always can."""
+    if found is None:
+        return None
+    able = tuple(name for name in TARGETS if get(name).limits(scheme) is None)
+    return replace(found, targets=(*able, "dense"))
+
+
+def mismatch(suffix: str, expected: str, found: str) -> SourceError:
+    """Return the error for a tensor that contradicts its companions; the caller puts the layer in ``where``."""
+    return SourceError(
+        f"`{suffix}` does not fit the other tensors of its layer",
+        code="shape-mismatch",
+        where=suffix,
+        expected=expected,
+        found=found,
+    )
+
+
+def header_of(tensors: Mapping[str, Header], suffix: str) -> Header:
+    """Return the header of a tensor the layout cannot do without. Raises SourceError if it is missing."""
+    header = tensors.get(suffix)
+    if header is None:
+        raise SourceError(
+            f"`{suffix}` is missing",
+            code="missing-tensor",
+            where=suffix,
+            expected=f"`{suffix}` beside {', '.join(f'`{name}`' for name in sorted(tensors))}",
+        )
+    return header
+
+
+def require_shape(tensors: Mapping[str, Header], suffix: str, shape: tuple[int, ...]) -> None:
+    """Raise SourceError unless the tensor is there and has ``shape``."""
+    found = header_of(tensors, suffix)[1]
+    if tuple(found) != shape:
+        raise mismatch(suffix, f"{list(shape)}", f"{list(found)}")
+
+
+def fitting(tensors: Mapping[str, NDArray], suffix: str, shape: tuple[int, ...]) -> NDArray:
+    """Return the array of a small tensor. Raises SourceError unless it is there and has ``shape``."""
+    array = tensors.get(suffix)
+    if array is None:
+        raise SourceError(f"`{suffix}` is missing", code="missing-tensor", where=suffix)
+    if array.shape != shape:
+        raise mismatch(suffix, f"{list(shape)}", f"{list(array.shape)}")
+    return array
+
+
+def bits_limit(name: str, scheme: QuantScheme, allowed: tuple[int, ...]) -> Obstacle | None:
+    """Return the obstacle of a layout that has ``allowed`` bits only."""
+    if scheme.bits in allowed:
+        return None
+    bits = " or ".join(str(b) for b in allowed)
+    return Obstacle(f"{name} holds {bits} bit codes", f"{bits} bit", f"{scheme.bits} bit")
+
+
+def order_limit(name: str, scheme: QuantScheme) -> Obstacle | None:
+    """Return the obstacle of a layout that has no place for a group map."""
+    if not scheme.act_order:
+        return None
+    return Obstacle(f"{name} carries no activation order", "rows in the order of their groups", "act-order")
+
+
+def division_limit(name: str, scheme: QuantScheme) -> Obstacle | None:
+    """Return the obstacle of a layout whose last group may not be short."""
+    if scheme.group_size == -1 or scheme.in_features % scheme.group_size == 0:
+        return None
+    return Obstacle(
+        f"the group size of {name} divides in_features",
+        f"a multiple of {scheme.group_size}",
+        f"in_features {scheme.in_features}",
+    )
+
+
+def multiple_limit(name: str, axis: str, size: int, unit: int) -> Obstacle | None:
+    """Return the obstacle of a layout that packs whole units along ``axis``."""
+    if size % unit == 0:
+        return None
+    return Obstacle(f"{name} packs {axis} in units of {unit}", f"a multiple of {unit}", f"{axis} {size}")
+
+
+def first(*found: Obstacle | None) -> Obstacle | None:
+    """Return the first obstacle that is one."""
+    return next((obstacle for obstacle in found if obstacle is not None), None)

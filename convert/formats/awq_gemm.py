@@ -1,0 +1,167 @@
+"""AWQ gemm: codes packed along N, true zero points, no group map.
+
+    qweight  int32 (K, N*b/32)
+    qzeros   int32 (G, N*b/32)
+    scales   (G, N)
+
+4 bit interleaves: nibble i of word c holds column 8c + [0, 2, 4, 6, 1, 3, 5, 7][i], so columns 0..7 with codes
+0..7 are the word 0x75316420 (autoawq 0.2.9, utils/packing_utils). GPTQModel also writes 8 bit, without an
+interleave: byte i of word c is column 4c + i.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from w4pack.convert.core.bitpack import Words, bands, pack_axis, scratch_words, transpose_fields, unpack_axis
+from w4pack.convert.core.quantlinear import GroupParams
+from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.formats import (
+    Grid,
+    Header,
+    Match,
+    Obstacle,
+    bits_limit,
+    division_limit,
+    first,
+    fitting,
+    header_of,
+    multiple_limit,
+    order_limit,
+    require_shape,
+    with_targets,
+)
+
+COLUMN_OF_FIELD = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 1, 2, 3)}
+
+
+def grid(bits: int) -> Grid:
+    """Return the grid of ``qweight``: one word for 32/bits columns."""
+    return Grid("qweight", "I32", 0, 1, 1, 32 // bits, 1)
+
+
+def unpack(block: NDArray, bits: int, out: Words | None = None) -> Words:
+    """Turn stored words (K, N*b/32) into canonical words (ceil(K*b/32), N) by transposing their fields."""
+    per_word = 32 // bits
+    rows, width = block.shape
+    if out is None:
+        out = np.empty((-(-rows // per_word), width * per_word), np.uint32)
+    stored = block.view(np.uint32)
+    for start in (cuts := bands(rows, width, per_word)):
+        band = stored[start : start + cuts.step]
+        _unpack_band(band, bits, out[start // per_word : (start + cuts.step) // per_word])
+    return out
+
+
+def _unpack_band(band: Words, bits: int, out: Words) -> None:
+    per_word, (high, width) = 32 // bits, (out.shape[0], band.shape[1])
+    planes = scratch_words("awq.planes", per_word * high * width).reshape(per_word, high, width)
+    for row in range(per_word):
+        part = band[row::per_word]
+        planes[row, : part.shape[0]] = part
+        planes[row, part.shape[0] :] = 0  # a ragged tail of K
+    transpose_fields(planes.reshape(per_word, -1), bits, scratch_words("awq.temp", planes.size // 2))
+    np.copyto(*_by_column(out, planes, bits))
+
+
+def pack(words: Words, bits: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
+    """Turn canonical words (R, N) into stored words (R*32/b, N*b/32): the inverse of ``unpack``."""
+    per_word = 32 // bits
+    high, width = words.shape[0], words.shape[1] // per_word
+    if out is None:
+        out = np.empty((high * per_word, width), np.int32)
+    stored = out.view(np.uint32)
+    for start in (cuts := bands(high, words.shape[1])):
+        band = words[start : start + cuts.step]
+        _pack_band(band, bits, stored[start * per_word : (start + cuts.step) * per_word])
+    return out
+
+
+def _pack_band(band: Words, bits: int, out: Words) -> None:
+    per_word, (high, cols) = 32 // bits, band.shape
+    planes = scratch_words("awq.planes", band.size).reshape(per_word, high, cols // per_word)
+    target, source = _by_column(band, planes, bits)
+    np.copyto(source, target)
+    transpose_fields(planes.reshape(per_word, -1), bits, scratch_words("awq.temp", planes.size // 2))
+    for row in range(per_word):
+        out[row::per_word] = planes[row, : out[row::per_word].shape[0]]
+
+
+def _by_column(words: Words, planes: Words, bits: int) -> tuple[Words, Words]:
+    """View canonical words (R, N) and field planes (field, R, word) so that equal places are one column.
+
+    4 bit: field (i2 i1 i0) holds column 8c + (i1 i0 i2), which is the interleave written in binary.
+    """
+    per_word, high, width = planes.shape
+    if bits == 4:
+        columns = words.reshape(high, width, 2, 2, 2)
+        return columns, planes.reshape(2, 2, 2, high, width).transpose(3, 4, 1, 2, 0)
+    return words.reshape(high, width, per_word), planes.transpose(1, 2, 0)
+
+
+def specs(scheme: QuantScheme) -> dict[str, Header]:
+    """Return dtype and shape of every tensor of a linear; symmetric schemes too have zeros (all midpoint)."""
+    rows, cols = scheme.in_features, scheme.out_features
+    return {
+        "qweight": ("I32", grid(scheme.bits).shape(rows, cols)),
+        "qzeros": ("I32", (scheme.groups, -(-cols // scheme.codes_per_word))),
+        "scales": (scheme.scale_dtype, (scheme.groups, cols)),
+    }
+
+
+def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind: str) -> GroupParams:
+    """Read zeros and scales. Raises SourceError for tensors that are missing or do not fit."""
+    shapes = {suffix: header[1] for suffix, header in specs(scheme).items()}
+    zeros = None
+    if not scheme.sym:
+        zeros = read_zeros(fitting(tensors, "qzeros", shapes["qzeros"]), scheme)
+    return GroupParams(fitting(tensors, "scales", shapes["scales"]), zeros, None)
+
+
+def read_zeros(qzeros: NDArray, scheme: QuantScheme) -> NDArray[np.uint8]:
+    """Unpack stored zero words (G, N*b/32) to zero points (G, N)."""
+    fields = unpack_axis(qzeros, scheme.bits, 1)
+    per_word = scheme.codes_per_word
+    inverse = np.argsort(COLUMN_OF_FIELD[scheme.bits])
+    return np.ascontiguousarray(fields.reshape(len(fields), -1, per_word)[:, :, inverse].reshape(len(fields), -1))
+
+
+def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray]:
+    """Write zeros, the midpoint for a symmetric scheme, and scales."""
+    zeros = params.zeros
+    if zeros is None or scheme.sym:
+        zeros = np.full((scheme.groups, scheme.out_features), scheme.midpoint, np.uint8)
+    order = list(COLUMN_OF_FIELD[scheme.bits])
+    fields = zeros.reshape(len(zeros), -1, scheme.codes_per_word)[:, :, order].reshape(len(zeros), -1)
+    return {
+        "qzeros": pack_axis(fields, scheme.bits, 1).view(np.int32),
+        "scales": np.ascontiguousarray(params.scales),
+    }
+
+
+def limits(scheme: QuantScheme) -> Obstacle | None:
+    """Return what keeps the scheme out of an AWQ gemm file that engines load."""
+    return first(
+        bits_limit("awq", scheme, (4,)),
+        order_limit("awq", scheme),
+        division_limit("awq", scheme),
+        multiple_limit("awq", "out_features", scheme.out_features, 8),
+    )
+
+
+def obstacle(scheme: QuantScheme) -> Obstacle | None:
+    """Return ``limits`` with the targets that can hold the scheme."""
+    return with_targets(limits(scheme), scheme)
+
+
+def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None) -> Match | None:
+    """Match ``qweight`` (K, N/8) or (K, N/4) int32 with ``scales`` (G, N); the width gives 4 or 8 bit."""
+    dtype, shape = tensors.get("qweight", ("", ()))
+    if dtype != "I32" or len(shape) != 2 or "qzeros" not in tensors:
+        return None
+    scales = header_of(tensors, "scales")[1]
+    if len(scales) != 2 or 0 in shape or 0 in scales or scales[1] not in (8 * shape[1], 4 * shape[1]):
+        return None
+    require_shape(tensors, "qzeros", (scales[0], shape[1]))
+    return Match(32 * shape[1] // scales[1], shape[0], scales[1], scales[0])

@@ -1,0 +1,194 @@
+"""The artifact: Marlin tiles padded to 64, scales always in the grouped order.
+
+    weight             int32 (K'/16, N'*b/2)   tiles (kernels/layout.py); rows sorted by group under act-order
+    weight_scale       (G', N')                grouped order for every G, also 1
+    weight_zero_point  int32 (G', N'*b/32)     asymmetric only; grouped order, interleaved
+    act_perm           int32 (K,)              act-order only: packed row r is source row act_perm[r]
+
+K' and N' are K and N rounded up to 64, G' = ceil(K' / g), 1 for g = -1. Padding decodes to zero whatever a
+kernel does with it: padded columns and whole padded groups have zero point and code 2^(b-1) and scale +0.0; padded
+rows of a group that also holds real rows have that group's zero points as codes.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from w4pack.convert.core.bitpack import Words, pack_rows, unpack_rows
+from w4pack.convert.core.order import map_of_sorted, read_perm, sorted_rows
+from w4pack.convert.core.quantlinear import GroupParams
+from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
+from w4pack.convert.core.tiles import pack_tiles, unpack_tiles
+from w4pack.convert.formats import (
+    Grid,
+    Header,
+    Match,
+    Obstacle,
+    bits_limit,
+    first,
+    fitting,
+    header_of,
+    mismatch,
+    with_targets,
+)
+from w4pack.kernels import layout
+
+UNIT = 64  # K and N are padded to multiples of this
+GROUP_SIZES = (ONE_GROUP, 32, 64, 128)
+
+
+def stored_size(features: int) -> int:
+    """Round K or N up to a whole unit."""
+    return -(-features // UNIT) * UNIT
+
+
+def stored_groups(scheme: QuantScheme) -> int:
+    """G' = ceil(K' / g), 1 for one group."""
+    rows = stored_size(scheme.in_features)
+    return 1 if scheme.group_size == ONE_GROUP else -(-rows // scheme.group_size)
+
+
+def grid(bits: int) -> Grid:
+    """Return the grid of ``weight``; units are 64 x 64, four tiles, so that shapes come out padded."""
+    return Grid("weight", "I32", 0, UNIT, UNIT // layout.TILE_K, UNIT, UNIT * bits // 2)
+
+
+def unpack(block: NDArray, bits: int, out: Words | None = None) -> Words:
+    """Turn tiles into canonical words of padded and, under act-order, sorted rows (``row_order``)."""
+    return unpack_tiles(block, bits, out)
+
+
+def pack(words: Words, bits: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
+    """Turn canonical words of padded, sorted rows into tiles; see ``pad_words``."""
+    return pack_tiles(words, bits, out)
+
+
+def specs(scheme: QuantScheme) -> dict[str, Header]:
+    """Return dtype and shape of every tensor of a linear, padded."""
+    rows, groups, cols = scheme.in_features, stored_groups(scheme), stored_size(scheme.out_features)
+    tensors: dict[str, Header] = {
+        "weight": ("I32", grid(scheme.bits).shape(rows, cols)),
+        "weight_scale": (scheme.scale_dtype, (groups, cols)),
+    }
+    if not scheme.sym:
+        tensors["weight_zero_point"] = ("I32", (groups, cols * scheme.bits // 32))
+    if scheme.act_order:
+        tensors["act_perm"] = ("I32", (rows,))
+    return tensors
+
+
+def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind: str) -> GroupParams:
+    """Read zeros, scales and group map in natural order, without the padding."""
+    shapes = {suffix: header[1] for suffix, header in specs(scheme).items()}
+    groups, cols = scheme.groups, scheme.out_features
+    place = layout.inverse_order(layout.grouped_order(stored_size(cols)))[:cols]
+    scales = fitting(tensors, "weight_scale", shapes["weight_scale"])[:groups, place]
+    zeros = group = None
+    if not scheme.sym:
+        words = fitting(tensors, "weight_zero_point", shapes["weight_zero_point"])
+        zeros = np.ascontiguousarray(layout.unpack_zeros(words, scheme.bits)[:groups, :cols])
+    perm = row_order(tensors, scheme)
+    if perm is not None:
+        group = map_of_sorted(perm, scheme)
+    return GroupParams(np.ascontiguousarray(scales), zeros, group)
+
+
+def row_order(tensors: Mapping[str, NDArray], scheme: QuantScheme) -> NDArray[np.int64] | None:
+    """Return the source row of each packed row, or None: natural order.
+
+    The words of ``unpack`` go back to source order by ``source[perm] = packed``.
+    Raises SourceError if ``act_perm`` is not a permutation of the K rows.
+    """
+    if not scheme.act_order:
+        return None
+    return read_perm(fitting(tensors, "act_perm", (scheme.in_features,)), scheme, "act_perm")
+
+
+def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray]:
+    """Write padded zeros and scales in tile order and, under act-order, ``act_perm``."""
+    scales, zeros = pad_params(params, scheme)
+    tensors: dict[str, NDArray] = {"weight_scale": scales[:, layout.grouped_order(scales.shape[1])]}
+    if not scheme.sym:
+        tensors["weight_zero_point"] = layout.pack_zeros(zeros, scheme.bits)
+    if scheme.act_order:
+        if params.group is None:
+            raise ValueError("act-order without a group map")
+        tensors["act_perm"] = sorted_rows(params.group)
+    return tensors
+
+
+def pad_params(params: GroupParams, scheme: QuantScheme) -> tuple[NDArray, NDArray[np.uint8]]:
+    """Return scales and zero points (G', N') in natural order; padding is +0.0 and the midpoint."""
+    shape = stored_groups(scheme), stored_size(scheme.out_features)
+    scales = np.zeros(shape, params.scales.dtype)
+    scales[: scheme.groups, : scheme.out_features] = params.scales
+    zeros = np.full(shape, scheme.midpoint, np.uint8)
+    if params.zeros is not None and not scheme.sym:
+        zeros[: scheme.groups, : scheme.out_features] = params.zeros
+    return scales, zeros
+
+
+def padding_codes(scheme: QuantScheme, params: GroupParams) -> NDArray[np.uint8]:
+    """Return the codes (K' - K, N') of the padded rows: the zero points of the group each row falls into."""
+    _, zeros = pad_params(params, scheme)
+    rows = np.arange(scheme.in_features, stored_size(scheme.in_features))
+    group = rows * 0 if scheme.group_size == ONE_GROUP else rows // scheme.group_size
+    return zeros[group]
+
+
+def pad_words(words: Words, scheme: QuantScheme, params: GroupParams, k0: int = 0, n0: int = 0) -> Words:
+    """Pad a block of canonical words to whole units where it ends at K or N; rows are in packed order.
+
+    The block starts at row ``k0`` (a multiple of 64) and column ``n0``. Returns ``words`` itself if nothing is padded.
+    """
+    rows = min(words.shape[0] * scheme.codes_per_word, scheme.in_features - k0)
+    cols = words.shape[1]
+    high = stored_size(rows) if k0 + rows == scheme.in_features else rows
+    wide = stored_size(cols) if n0 + cols == scheme.out_features else cols
+    if (high, wide) == (rows, cols):
+        return words
+    midpoint_word = np.uint32(scheme.midpoint * (0x11111111 if scheme.bits == 4 else 0x01010101))
+    out = np.full((high // scheme.codes_per_word, wide), midpoint_word, np.uint32)
+    out[: words.shape[0], :cols] = words
+    if high > rows:
+        tail = rows // scheme.codes_per_word  # the word in which padding begins
+        codes = unpack_rows(out[tail:], scheme.bits)
+        codes[rows % scheme.codes_per_word :] = padding_codes(scheme, params)[:, n0 : n0 + wide]
+        codes[: rows % scheme.codes_per_word, cols:] = scheme.midpoint
+        out[tail:] = pack_rows(codes, scheme.bits)
+    return out
+
+
+def limits(scheme: QuantScheme) -> Obstacle | None:
+    """Return what keeps the scheme out of the artifact: kernels exist for four group sizes."""
+    sizes = ", ".join(str(size) for size in GROUP_SIZES)
+    group = None
+    if scheme.group_size not in GROUP_SIZES:
+        group = Obstacle("marlin has kernels for these group sizes", sizes, f"group_size {scheme.group_size}")
+    return first(bits_limit("marlin", scheme, (4, 8)), group)
+
+
+def obstacle(scheme: QuantScheme) -> Obstacle | None:
+    """Return ``limits`` with the targets that can hold the scheme."""
+    return with_targets(limits(scheme), scheme)
+
+
+def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None) -> Match | None:
+    """Match ``weight`` int32 (K'/16, N'*b/2) with ``weight_scale`` (G', N').
+
+    Sizes are the stored ones, except K where ``act_perm`` tells it; the artifact's config has the others.
+    """
+    dtype, shape = tensors.get("weight", ("", ()))
+    if dtype != "I32" or len(shape) != 2 or "weight_scale" not in tensors:
+        return None
+    scales = header_of(tensors, "weight_scale")[1]
+    if len(scales) != 2 or 0 in shape or 0 in scales or 2 * shape[1] not in (4 * scales[1], 8 * scales[1]):
+        raise mismatch("weight", f"[tile rows, {scales[-1:]} * bits / 2]", f"{list(shape)}")
+    rows = layout.TILE_K * shape[0]
+    if "act_perm" in tensors:
+        known = tensors["act_perm"][1]
+        if len(known) != 1 or stored_size(known[0]) != rows:
+            raise mismatch("act_perm", f"[at most {rows}, more than {rows - UNIT}]", f"{list(known)}")
+        rows = known[0]
+    return Match(2 * shape[1] // scales[1], rows, scales[1], scales[0])
