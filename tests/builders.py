@@ -1,7 +1,7 @@
 """Slow, obvious makers of source checkpoints: loops over the fields of a word, no product code.
 
-A `Model` is a config, its dense tensors and its quantized linears; ``write`` lays it out in one of the formats
-that tools have published. Every number is drawn from a seeded generator.
+A `Model` is a config, its dense tensors and its quantized linears; ``write`` lays it out in one of the
+formats that tools have published. Every number is drawn from a seeded generator.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from oracle import AWQ_ORDER, CARRIER, Linear, Tensor, gemv_fast_place, marlin_place, midpoint, plain_groups
 
 Tensors = dict[str, Tensor]
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 ZERO_ONES = {4: 0x11111111, 8: 0x01010101}
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
 
 
 def tensor(values: NDArray[Any], tag: str) -> Tensor:
@@ -41,7 +47,7 @@ def dense(rng: np.random.Generator, *shape: int, tag: str = "F16") -> Tensor:
     return tensor(floats(rng.normal(0, 0.05, shape), tag), tag)
 
 
-# --- layers --------------------------------------------------------------------------------------------------
+# --- layers -----------------------------------------------------------------------------------------------
 
 
 def layer(
@@ -76,7 +82,7 @@ def act_order(rng: np.random.Generator, k: int) -> NDArray[np.int64]:
     return rng.permutation(k)
 
 
-# --- words ---------------------------------------------------------------------------------------------------
+# --- words ------------------------------------------------------------------------------------------------
 
 
 def pack_words(fields: NDArray[np.uint8], bits: int, axis: int) -> NDArray[np.int32]:
@@ -115,7 +121,7 @@ def marlin_scales(scales: NDArray[Any]) -> NDArray[Any]:
     return out
 
 
-# --- formats -------------------------------------------------------------------------------------------------
+# --- formats ----------------------------------------------------------------------------------------------
 
 
 def with_bias(out: Tensors, name: str, linear: Linear) -> Tensors:
@@ -167,7 +173,7 @@ def awq_gemv(name: str, linear: Linear) -> Tensors:
     count = linear.scales.shape[0]
     size = linear.k // count
     multiple = 1 if size >= 128 else {64: 2, 32: 4}[size]
-    width = multiple * -(-(-(-count // 8)) // multiple)
+    width = multiple * ceil_div(ceil_div(count, 8), multiple)
     zeros = np.zeros((linear.n, 8 * width), np.uint8)
     zeros[:, :count] = linear.zeros.T
     scales = np.zeros((linear.n, 8 * width), linear.scales.dtype)
@@ -190,7 +196,7 @@ def awq_gemv_fast(name: str, linear: Linear) -> Tensors:
     count = linear.scales.shape[0]
     size = linear.k // count
     multiple = 1 if size >= 128 else {64: 2, 32: 4}[size]
-    rows = 8 * multiple * -(-(-(-count // 8)) // multiple)
+    rows = 8 * multiple * ceil_div(ceil_div(count, 8), multiple)
     scales, zeros = np.zeros((rows, linear.n), "<f2"), np.zeros((rows, linear.n), "<f2")
     scales[:count] = linear.scales
     product = linear.scales.astype(np.float32) * linear.zeros.astype(np.float32)
@@ -237,10 +243,12 @@ def compressed(name: str, linear: Linear) -> Tensors:
 
 Writer = Callable[[str, Linear], Tensors]
 
-# --- configs -------------------------------------------------------------------------------------------------
+# --- configs ----------------------------------------------------------------------------------------------
 
 
-def gptq_config(*, sym: bool = True, group: int = 128, bits: int = 4, desc: bool = False, **more: Any) -> dict[str, Any]:
+def gptq_config(
+    *, sym: bool = True, group: int = 128, bits: int = 4, desc: bool = False, **more: Any
+) -> dict[str, Any]:
     """Return a GPTQ block as old and new tools write it."""
     base = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": desc, "sym": sym}
     return {**base, "checkpoint_format": "gptq", "lm_head": False, **more}
@@ -260,7 +268,12 @@ def compressed_config(
         "num_bits": bits, "type": "int", "symmetric": sym, "dynamic": False,
         "strategy": "channel" if group == -1 else "group", "group_size": None if group == -1 else group,
     }  # fmt: skip
-    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+    }
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": {"group_0": scheme}, "ignore": list(ignore), "kv_cache_scheme": None, **more,
@@ -270,11 +283,24 @@ def compressed_config(
 def llama_config(**more: Any) -> dict[str, Any]:
     """Return the config of the smallest Llama whose shapes are all on the tile."""
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256,
-        "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
-        "attention_bias": False, "mlp_bias": False, "torch_dtype": "float16", **more,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 256,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "float16",
+        **more,
+    }
 
 
 def qwen2_config(**more: Any) -> dict[str, Any]:
@@ -300,7 +326,7 @@ def qwen3_moe_config(**more: Any) -> dict[str, Any]:
     return llama_config(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **changes)
 
 
-# --- models --------------------------------------------------------------------------------------------------
+# --- models -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -334,7 +360,10 @@ def sizes(config: dict[str, Any], kind: str) -> tuple[int, int]:
 def skeleton(rng: np.random.Generator, config: dict[str, Any], tag: str = "F16") -> Tensors:
     """Return embeddings, norms, head (unless tied) and routers."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    out = {"model.embed_tokens.weight": dense(rng, vocab, hidden, tag=tag), "model.norm.weight": dense(rng, hidden, tag=tag)}
+    out = {
+        "model.embed_tokens.weight": dense(rng, vocab, hidden, tag=tag),
+        "model.norm.weight": dense(rng, hidden, tag=tag),
+    }
     if not config["tie_word_embeddings"]:
         out["lm_head.weight"] = dense(rng, vocab, hidden, tag=tag)
     for i in range(config["num_hidden_layers"]):
@@ -345,7 +374,9 @@ def skeleton(rng: np.random.Generator, config: dict[str, Any], tag: str = "F16")
                 out[f"model.layers.{i}.self_attn.{norm}.weight"] = dense(rng, config["head_dim"], tag=tag)
             out[f"model.layers.{i}.mlp.gate.weight"] = dense(rng, config["num_experts"], hidden, tag=tag)
         if config["model_type"] == "mixtral":
-            out[f"model.layers.{i}.block_sparse_moe.gate.weight"] = dense(rng, config["num_local_experts"], hidden, tag=tag)
+            out[f"model.layers.{i}.block_sparse_moe.gate.weight"] = dense(
+                rng, config["num_local_experts"], hidden, tag=tag
+            )
     return out
 
 
@@ -362,7 +393,12 @@ def block_modules(config: dict[str, Any], experts: str | None = None) -> list[st
 
 
 def model(
-    seed: int, config: dict[str, Any] | None = None, *, experts: str | None = None, dense_tag: str = "F16", **scheme: Any
+    seed: int,
+    config: dict[str, Any] | None = None,
+    *,
+    experts: str | None = None,
+    dense_tag: str = "F16",
+    **scheme: Any,
 ) -> Model:
     """Draw a model whose block linears all have the scheme given (keywords of `layer`)."""
     rng = np.random.default_rng(seed)
@@ -386,7 +422,7 @@ def all_tensors(made: Model, writer: Writer | dict[str, Writer]) -> Tensors:
     return out
 
 
-# --- files ---------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------
 
 
 def safetensors_bytes(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
@@ -394,7 +430,11 @@ def safetensors_bytes(tensors: Tensors, metadata: dict[str, str] | None = None) 
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for name, value in tensors.items():
-        header[name] = {"dtype": value.tag, "shape": list(value.shape), "data_offsets": [offset, offset + len(value.data)]}
+        header[name] = {
+            "dtype": value.tag,
+            "shape": list(value.shape),
+            "data_offsets": [offset, offset + len(value.data)],
+        }
         offset += len(value.data)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -419,7 +459,9 @@ def write_tensors(folder: Path, tensors: Tensors, shards: int = 1) -> None:
         where.update(dict.fromkeys(part, file))
         (folder / file).write_bytes(safetensors_bytes(part, {"format": "pt"}))
     total = sum(len(value.data) for value in tensors.values())
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+    write_json(
+        folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}
+    )
 
 
 def write(
@@ -458,7 +500,9 @@ def header_only(path: Path, shapes: dict[str, tuple[str, tuple[int, ...]]]) -> N
         file.truncate(8 + len(text) + offset)
 
 
-def gptq_shapes(name: str, k: int, n: int, group: int, bits: int = 4) -> dict[str, tuple[str, tuple[int, ...]]]:
+def gptq_shapes(
+    name: str, k: int, n: int, group: int, bits: int = 4
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return names, tags and shapes of one GPTQ linear without a group map."""
     count = plain_groups(k, -(-k // group), group)[-1] + 1
     return {

@@ -1,7 +1,7 @@
-"""The checkpoints that real tools wrote: the folder beside the repository where it is there, else the copies in data/.
+"""The checkpoints that real tools wrote: the folder beside the repository if it is there, else data/fixtures.
 
-A copy under ``data/fixtures`` leaves out files that another copy already holds (same SHA-256) and the recorded
-logits. ``lay_out`` puts a folder together again, without the oracle's own files.
+A copy under ``data/fixtures`` leaves out files that another copy already holds (same SHA-256) and the
+recorded logits. ``lay_out`` puts a folder together again, without the oracle's own files.
 """
 
 from __future__ import annotations

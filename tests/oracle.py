@@ -75,12 +75,12 @@ class Linear:
         return round_once(self.weight64(), tag or self.tag)
 
     def recorded(self, tag: str) -> NDArray[Any]:
-        """Return W rounded once to the dtype of the scales and then stored as ``tag``, as the fixtures record it."""
+        """Return W rounded once to the dtype of the scales, then stored as ``tag``: the fixtures' rule."""
         own = self.weight()
         return own if tag == self.tag else round_once(widen(own, self.tag), tag)
 
     def per_row(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return codes, zeros and scale bits for each row and column: equal however groups are cut or merged."""
+        """Return codes, zeros and scale bits of each row: equal however groups are cut or merged."""
         return self.codes, self.zeros[self.gi], bits_of(self.scales)[self.gi]
 
 
@@ -97,7 +97,7 @@ def round_once(values: NDArray[np.float64], tag: str) -> NDArray[Any]:
         with np.errstate(over="ignore", under="ignore"):
             return values.astype(CARRIER[tag])
     bits = np.ascontiguousarray(values).view(np.uint64)
-    drop = np.uint64(52 - 7)  # a bfloat16 keeps 7 fraction bits; subnormal results do not occur in these tests
+    drop = np.uint64(52 - 7)  # bfloat16 keeps 7 fraction bits; no subnormal results in these tests
     half = (np.uint64(1) << (drop - np.uint64(1))) - np.uint64(1)
     kept = ((bits + half + ((bits >> drop) & np.uint64(1))) >> drop) << drop
     with np.errstate(over="ignore", under="ignore"):
@@ -126,7 +126,7 @@ def digest_tagged(values: NDArray[Any], tag: str) -> str:
     return digest(values)
 
 
-# --- files ---------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -178,7 +178,7 @@ def quant_config(folder: Path) -> dict[str, Any]:
     return found or {}
 
 
-# --- words ---------------------------------------------------------------------------------------------------
+# --- words ------------------------------------------------------------------------------------------------
 
 
 def unpack_words(words: NDArray[Any], bits: int, axis: int) -> NDArray[np.uint8]:
@@ -212,7 +212,9 @@ def marlin_codes(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     for kk in range(16):
         for nn in range(64):
             word, slot = marlin_place(kk, nn, bits)
-            out[kk::16, nn::64] = (words[:, word::chunk] >> np.uint32(bits * slot)) & np.uint32((1 << bits) - 1)
+            out[kk::16, nn::64] = (words[:, word::chunk] >> np.uint32(bits * slot)) & np.uint32(
+                (1 << bits) - 1
+            )
     return out
 
 
@@ -247,7 +249,7 @@ def marlin_zeros(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     return out
 
 
-# --- formats -------------------------------------------------------------------------------------------------
+# --- formats ----------------------------------------------------------------------------------------------
 
 
 def plain_groups(k: int, count: int, group_size: int | None = None) -> NDArray[np.int32]:
@@ -273,8 +275,14 @@ def decode_gptq(t: dict[str, Tensor], p: str, *, v2: bool, group_size: int | Non
         stored = stored + np.uint32({4: 0x11111111, 8: 0x01010101}[bits])
     codes = unpack_words(t[f"{p}.qweight"].array(), bits, 0)
     gi = t.get(f"{p}.g_idx")
-    groups = plain_groups(codes.shape[0], scales.shape[0], group_size) if gi is None else gi.array().astype(np.int32)
-    return Linear(codes, unpack_words(stored, bits, 1), scales.array(), groups, bits, scales.tag, t.get(f"{p}.bias"))
+    groups = (
+        plain_groups(codes.shape[0], scales.shape[0], group_size)
+        if gi is None
+        else gi.array().astype(np.int32)
+    )
+    return Linear(
+        codes, unpack_words(stored, bits, 1), scales.array(), groups, bits, scales.tag, t.get(f"{p}.bias")
+    )
 
 
 def decode_awq_gemm(t: dict[str, Tensor], p: str) -> Linear:
@@ -352,7 +360,7 @@ def decode_compressed(t: dict[str, Tensor], p: str, group_size: int | None = Non
 
 
 def decode_artifact(t: dict[str, Tensor], p: str, q: dict[str, Any]) -> tuple[Linear, Linear]:
-    """Decode one linear of our artifact; returns it as the source meant it, and as stored with its padding."""
+    """Decode one linear of our artifact: as the source meant it, and as stored with its padding."""
     own = {**{k: q[k] for k in ("bits", "group_size", "sym", "act_order")}, **q.get("modules", {}).get(p, {})}
     bits = own["bits"]
     codes = marlin_codes(t[f"{p}.weight"].array(), bits)
@@ -360,12 +368,16 @@ def decode_artifact(t: dict[str, Tensor], p: str, q: dict[str, Any]) -> tuple[Li
     s = grouped_order(scales.array())
     zero = t.get(f"{p}.weight_zero_point")
     if (zero is None) != own["sym"]:
-        raise ValueError(f"{p}: sym is {own['sym']} and the zero tensor is {'absent' if zero is None else 'there'}")
+        raise ValueError(
+            f"{p}: sym is {own['sym']} and the zero tensor is {'absent' if zero is None else 'there'}"
+        )
     zeros = midpoint(s.shape, bits) if zero is None else marlin_zeros(zero.array(), bits)
     rows = np.arange(codes.shape[0])
     gi = (rows * 0 if own["group_size"] == -1 else rows // own["group_size"]).astype(np.int32)
     if gi.max() != s.shape[0] - 1:
-        raise ValueError(f"{p}: {s.shape[0]} scale rows for {codes.shape[0]} stored rows of g {own['group_size']}")
+        raise ValueError(
+            f"{p}: {s.shape[0]} scale rows for {codes.shape[0]} stored rows of g {own['group_size']}"
+        )
     stored = Linear(codes, zeros, s, gi, bits, scales.tag, t.get(f"{p}.bias"))
     k, n = own.get("in_features", codes.shape[0]), own.get("out_features", codes.shape[1])
     perm_tensor = t.get(f"{p}.act_perm")
@@ -389,11 +401,16 @@ def check_padding(p: str, stored: Linear, k: int, n: int) -> None:
     pad_scales = np.concatenate([stored.scales[:, n:].ravel(), stored.scales[used:].ravel()])
     pad_zeros = np.concatenate([stored.zeros[:, n:].ravel(), stored.zeros[used:].ravel()])
     rows = stored.codes[k:, :n] - stored.zeros[stored.gi[k:], :n]
-    if bits_of(pad_scales).any() or (pad_zeros != mid).any() or (stored.codes[:, n:] != mid).any() or rows.any():
+    if (
+        bits_of(pad_scales).any()
+        or (pad_zeros != mid).any()
+        or (stored.codes[:, n:] != mid).any()
+        or rows.any()
+    ):
         raise ValueError(f"{p}: the padding is not neutral")
 
 
-# --- folders -------------------------------------------------------------------------------------------------
+# --- folders ----------------------------------------------------------------------------------------------
 
 PARTS = re.compile(r"\.(qweight|weight_packed|B|weight_scale)$")
 
@@ -430,7 +447,11 @@ def decode_module(t: dict[str, Tensor], p: str, q: dict[str, Any]) -> Linear:
         return decode_awq_gemv_fast(t, p, group)
     if f"{p}.qzeros" not in t:
         return decode_tiles(t, p, "qweight", "scales")
-    if q.get("quant_method") == "awq" and scales.shape[0] == weight.shape[0] and scales.shape[1] != 8 * weight.shape[1]:
+    if (
+        q.get("quant_method") == "awq"
+        and scales.shape[0] == weight.shape[0]
+        and scales.shape[1] != 8 * weight.shape[1]
+    ):
         return decode_awq_gemv(t, p, group)
     if weight.shape[1] * 8 == scales.shape[1]:
         return decode_awq_gemm(t, p)

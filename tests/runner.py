@@ -111,7 +111,9 @@ def run_process(*args: str | Path, env: Mapping[str, str] | None = None, cwd: Pa
     """Run the command in a process of its own."""
     words = tuple(map(str, args))
     full = {**os.environ, **(env or {})}
-    done = subprocess.run(command(*words), capture_output=True, text=True, env=full, cwd=cwd, timeout=300, check=False)
+    done = subprocess.run(
+        command(*words), capture_output=True, text=True, env=full, cwd=cwd, timeout=300, check=False
+    )
     return Run(words, done.returncode, done.stdout, done.stderr)
 
 

@@ -5,11 +5,12 @@ If these fail, no other golden test means anything.
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 import builders
 import checkpoints
-import numpy as np
 import oracle
-import pytest
 
 UNREADABLE = ("llmcompressor-w4a8-g64-llama",)  # int8 weights with quantized activations: there to be refused
 READABLE = [name for name in checkpoints.names() if name not in UNREADABLE]
@@ -66,7 +67,11 @@ def test_makers_write_the_very_bytes_of_the_tools(name: str) -> None:
 @pytest.mark.parametrize("case", REPACK)
 def test_tile_layout_reads_the_engine_reference(case: str) -> None:
     root = checkpoints.fixtures_root() / "repack"
-    given = {k.split(".", 1)[1]: v for k, v in oracle.read_safetensors(root / "inputs.safetensors").items() if k.startswith(f"{case}.")}
+    given = {
+        k.split(".", 1)[1]: v
+        for k, v in oracle.read_safetensors(root / "inputs.safetensors").items()
+        if k.startswith(f"{case}.")
+    }
     packed = oracle.read_safetensors(root / f"{case}.safetensors")
     bits = 8 if case.startswith("w8") else 4
     codes = given["codes"].array()
@@ -77,4 +82,6 @@ def test_tile_layout_reads_the_engine_reference(case: str) -> None:
     natural = (oracle.channel_order if scales.shape[0] == 1 else oracle.grouped_order)(scales)
     assert np.array_equal(oracle.bits_of(natural), oracle.bits_of(given["scales"].array()))
     if "marlin_qzeros" in packed:
-        assert np.array_equal(oracle.marlin_zeros(packed["marlin_qzeros"].array(), bits), given["zeros"].array())
+        assert np.array_equal(
+            oracle.marlin_zeros(packed["marlin_qzeros"].array(), bits), given["zeros"].array()
+        )

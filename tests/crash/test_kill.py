@@ -1,0 +1,346 @@
+"""Stops at every step and at random moments, then ``--resume``: the bytes are those of an undisturbed run.
+
+The hook: with ``W4PACK_TEST_EXIT_AT=n`` the command leaves by ``os._exit`` at its n-th write, fsync, rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import builders as b
+import oracle
+from runner import Run, command, convert, run, run_process
+
+Trees = dict[str, dict[str, str]]  # target -> file -> hash
+HOOK = "W4PACK_TEST_EXIT_AT"
+
+
+def tree(path: Path) -> dict[str, str]:
+    """Return the hash of every file below a folder."""
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    return {str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def tiny_source(path: Path) -> Path:
+    """Write a checkpoint of one block, in two shards, with act-order in one place and a side file."""
+    config = b.llama_config(
+        hidden_size=128, intermediate_size=128, num_attention_heads=2, num_key_value_heads=2, vocab_size=32
+    )
+    model = b.model(1, config, group=64)
+    down = model.linears["model.layers.0.mlp.down_proj"]
+    down.gi = down.gi[np.random.default_rng(2).permutation(128)]
+    b.write(path, model, b.gptq, b.gptq_config(group=64, desc=True), shards=2)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+SHARDS = ("--max-shard-size", "30KB")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source of every test here."""
+    return tiny_source(tmp_path_factory.mktemp("crash") / "src")
+
+
+@pytest.fixture(scope="module")
+def want(source: Path) -> Trees:
+    """The trees of undisturbed runs."""
+    trees = {}
+    for target in ("marlin", "gptq"):
+        out = source.parent / f"want-{target}"
+        convert(source, out, target, *SHARDS).expect(0)
+        assert len(list(out.glob("model-*.safetensors"))) >= 4
+        trees[target] = tree(out)
+    return trees
+
+
+# --- every step -------------------------------------------------------------------------------------------
+
+
+def stopped_child(step: int, *words: str | Path) -> bool:
+    """Run the command in a forked child that stops at its n-th step; return whether it got to its end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of numpy's linear algebra
+        child = os.fork()  # the imports are there already: much cheaper than a fresh interpreter
+    if child == 0:
+        code = 70
+        try:
+            os.environ[HOOK] = str(step)
+            code = run(*words).code
+        finally:
+            os._exit(code if code in (0, 1, 3, 4) else 70)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return code == 0
+
+
+def steps(source: Path, out: Path, target: str, *options: str) -> Iterator[int]:
+    """Yield 1, 2, 3, ... as long as a conversion has that many steps; each conversion stops there."""
+    for step in range(1, 2000):
+        words = ("convert", source, out, "--to", target, *SHARDS, "-q", *options)
+        if stopped_child(step, *words):
+            return
+        yield step
+    raise AssertionError("a conversion of this size has fewer steps")
+
+
+@pytest.mark.parametrize("target", ["marlin", "gptq"])
+def test_stop_at_every_step_then_resume(target: str, source: Path, want: Trees, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    untouched, count = tree(source), 0
+    for step in steps(source, out, target):
+        count += 1
+        if not out.exists() or not any(out.iterdir()):
+            convert(source, out, target, *SHARDS, "--resume").expect(0)
+        # a stop after the last rename leaves a whole result
+        assert tree(out) == want[target], step
+        assert not list(tmp_path.glob("out.w4pack*")), step
+        for path in out.iterdir():
+            path.unlink()
+        out.rmdir()
+    assert count > 10, f"{HOOK} has no effect"
+    assert tree(out) == want[target]  # the last run was not stopped
+    assert tree(source) == untouched
+
+
+def test_nothing_is_published_before_the_last_rename(source: Path, want: Trees, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for step in steps(source, out, "marlin"):
+        assert not out.exists() or tree(out) == want["marlin"], step
+        for folder in tmp_path.iterdir():
+            for path in sorted(folder.rglob("*"), reverse=True):
+                path.unlink() if path.is_file() else path.rmdir()
+            folder.rmdir()
+
+
+def test_two_stops_in_one_conversion(source: Path, want: Trees, tmp_path: Path) -> None:
+    rng = random.Random(35)
+    for i in range(12):
+        out = tmp_path / f"out{i}"
+        words = ("convert", source, out, "--to", "marlin", *SHARDS, "-q", "--resume")
+        for _ in range(2):
+            stopped_child(rng.randrange(1, 30), *words)
+        run(*words).expect(0) if not out.exists() else None
+        assert tree(out) == want["marlin"], i
+
+
+def test_overwrite_never_leaves_less_than_one_whole_output(source: Path, want: Trees, tmp_path: Path) -> None:
+    out, old = tmp_path / "out", tmp_path / "out.w4pack-old"
+    for step in range(1, 400):
+        convert(source, out, "gptq", *SHARDS, "--overwrite").expect(0)
+        done = stopped_child(step, "convert", source, out, "--to", "marlin", *SHARDS, "-q", "--overwrite")
+        whole = [tree(p) for p in (out, old) if p.exists()]
+        assert want["gptq"] in whole or want["marlin"] in whole, step
+        if done:
+            return
+        convert(source, out, "marlin", *SHARDS, "--overwrite", "--resume").expect(0)
+        assert tree(out) == want["marlin"], step
+        assert not list(tmp_path.glob("out.w4pack*")), step
+    raise AssertionError("a conversion of this size has fewer steps")
+
+
+# --- what may not change between two runs -----------------------------------------------------------------
+
+
+def half_done(source: Path, out: Path, *options: str) -> Path:
+    """Leave a conversion unfinished, with at least one finished shard; return its staging folder."""
+    staging = out.with_name(out.name + ".w4pack-staging")
+    for step in range(8, 400):  # every stop starts afresh
+        for path in sorted(staging.rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+        if staging.exists():
+            staging.rmdir()
+        if stopped_child(step, "convert", source, out, "--to", "marlin", *SHARDS, "-q", *options):
+            raise AssertionError("never unfinished with a finished shard")
+        if staging.exists() and len(list(staging.rglob("*.safetensors"))) >= 2 and finished(staging):
+            return staging
+    raise AssertionError("no stop left a finished shard")
+
+
+def finished(staging: Path) -> bool:
+    """Return whether the first shard reads as a whole file with data in it."""
+    for path in staging.rglob("*.safetensors"):
+        try:
+            if any(any(t.data) for t in oracle.read_safetensors(path).values()):
+                return True
+        except (ValueError, KeyError, OSError):
+            continue
+    return False
+
+
+def copied(source: Path, target: Path) -> Path:
+    """Copy a checkpoint, so that a test may change it."""
+    target.mkdir()
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def test_resume_with_another_target_or_option_is_refused(source: Path, want: Trees, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    half_done(source, out)
+    for words in (("gptq", *SHARDS), ("marlin", "--max-shard-size", "40KB")):
+        done = convert(source, out, *words, "--resume")
+        assert done.code in (1, 2, 3)
+        done.expect(done.code)
+        assert not out.exists()
+    convert(source, out, "marlin", *SHARDS, "--resume", "--threads", "3").expect(0)
+    assert tree(out) == want["marlin"]
+
+
+def test_resume_after_the_source_changed_is_refused(source: Path, tmp_path: Path) -> None:
+    changed, out = copied(source, tmp_path / "src"), tmp_path / "out"
+    half_done(changed, out, "--strict")
+    shard = changed / "model-00002-of-00002.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    done = convert(changed, out, "marlin", *SHARDS, "--strict", "--resume")
+    assert done.code in (1, 3)
+    done.expect(done.code, shard.name)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_damaged_finished_shard_is_made_again(damage: str, source: Path, want: Trees, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    staging = half_done(source, out)
+    for path in staging.rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        if damage == "cut":
+            del data[-1:]
+        else:
+            data[-1] ^= 0xFF
+        path.write_bytes(data)
+    convert(source, out, "marlin", *SHARDS, "--resume").expect(0)
+    assert tree(out) == want["marlin"]
+
+
+def test_torn_journal_line_counts_as_absent(source: Path, want: Trees, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    staging = half_done(source, out)
+    logs = [
+        p for p in staging.iterdir() if p.is_file() and p.suffix in (".jsonl", ".log", ".journal", ".json")
+    ]
+    assert logs, list(staging.iterdir())
+    for path in logs:
+        if path.suffix == ".jsonl" or "journal" in path.name:
+            path.write_bytes(path.read_bytes()[:-7])
+    convert(source, out, "marlin", *SHARDS, "--resume").expect(0)
+    assert tree(out) == want["marlin"]
+
+
+def test_without_resume_an_unfinished_run_is_not_taken_over_silently(
+    source: Path, want: Trees, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    half_done(source, out)
+    done = convert(source, out, "marlin", *SHARDS)
+    if done.code != 0:
+        done.expect(1, "--resume")
+        done = convert(source, out, "marlin", *SHARDS, "--overwrite").expect(0)
+    assert tree(out) == want["marlin"]
+    assert not list(tmp_path.glob("out.w4pack*"))
+
+
+# --- threads ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writer", ["gptq", "awq", "compressed"])
+@pytest.mark.parametrize("target", ["marlin", "gptq", "awq", "compressed-tensors", "dense"])
+def test_any_number_of_threads_gives_equal_bytes(writer: str, target: str, tmp_path: Path) -> None:
+    config = b.llama_config(vocab_size=64, num_key_value_heads=1)
+    makers = {
+        "gptq": (b.gptq_v2, b.gptq_config(sym=False, group=64, checkpoint_format="gptq_v2")),
+        "awq": (b.awq_gemm, b.awq_config(group=64)),
+        "compressed": (b.compressed, b.compressed_config(sym=False, group=64)),
+    }
+    source = b.write(tmp_path / "src", b.model(5, config, group=64, sym=False), *makers[writer], shards=2)
+    trees = []
+    for threads in (1, 2, 5):
+        out = tmp_path / f"out{threads}"
+        convert(source, out, target, "--threads", threads, *SHARDS).expect(0)
+        trees.append(tree(out))
+    assert trees[0] == trees[1] == trees[2]
+
+
+# --- real signals -----------------------------------------------------------------------------------------
+
+
+def larger_source(path: Path) -> Path:
+    """Write about 60 MB, so that a kill can land inside the work."""
+    config = b.llama_config(
+        hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8
+    )
+    config.update(head_dim=128, num_hidden_layers=8)
+    first = b.model(34, {**config, "num_hidden_layers": 1})
+    made = b.Model(config, b.skeleton(np.random.default_rng(0), config))
+    for i in range(8):
+        made.linears.update({n.replace("layers.0", f"layers.{i}"): x for n, x in first.linears.items()})
+    return b.write(path, made, b.gptq, b.gptq_config(), shards=4)
+
+
+FOUR = ("--max-shard-size", "16MB")
+
+
+@pytest.mark.slow
+def test_kill_9_at_random_moments_then_resume(tmp_path: Path) -> None:
+    source = larger_source(tmp_path / "src")
+    start = time.monotonic()
+    run_process("convert", source, tmp_path / "want", "--to", "marlin", *FOUR, "-q").expect(0)
+    whole = time.monotonic() - start
+    expected, rng, cut = tree(tmp_path / "want"), random.Random(20), 0
+    for i in range(20):
+        out = tmp_path / f"out{i % 2}"
+        words = command("convert", str(source), str(out), "--to", "marlin", *FOUR, "-q")
+        child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(rng.uniform(0.1, 1.0) * whole)
+        child.kill()
+        cut += child.wait() == -signal.SIGKILL
+        if not out.exists():
+            convert(source, out, "marlin", *FOUR, "--resume").expect(0)
+        assert tree(out) == expected, i
+        assert not list(tmp_path.glob("out*.w4pack*")), i
+        for path in out.iterdir():
+            path.unlink()
+        out.rmdir()
+    assert cut >= 5, "the kills came too late to prove anything"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_stops_cleanly_and_resume_goes_on(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    source, out = larger_source(tmp_path / "src"), tmp_path / "out"
+    words = command("convert", str(source), str(out), "--to", "marlin", *FOUR, "--json")
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    first = child.stdout.readline()  # the plan is there: the work begins
+    child.send_signal(number)
+    rest, err = child.communicate(timeout=60)
+    done = Run(tuple(words), child.returncode, first + rest, err)
+    done.expect(code)
+    assert done.events[-1]["event"] == "error"
+    assert done.events[-1]["exit"] == code
+    assert not out.exists()
+    convert(source, out, "marlin", *FOUR, "--resume").expect(0)
+    run("verify", out, "--against", source).expect(0)
+
+
+def test_events_of_a_resumed_run_end_with_done(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    half_done(source, out)
+    events = convert(source, out, "marlin", *SHARDS, "--resume").expect(0).events
+    assert events[-1]["event"] == "done"
+    assert json.dumps(events[-1])
