@@ -126,6 +126,13 @@ def digest_tagged(values: NDArray[Any], tag: str) -> str:
     return digest(values)
 
 
+def same_floats(one: NDArray[Any], two: NDArray[Any], tag: str) -> bool:
+    """Compare two carriers bit for bit, except that the sign of a zero does not count."""
+    if tag == "BF16":
+        return np.array_equal(np.where(one == 0x8000, 0, one), np.where(two == 0x8000, 0, two))
+    return np.array_equal(one, two)
+
+
 # --- files ------------------------------------------------------------------------------------------------
 
 
