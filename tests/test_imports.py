@@ -22,9 +22,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("w4pack.convert.events",),
     ("w4pack.convert.core",),
     ("w4pack.convert.files",),
-    ("w4pack.convert.formats", "w4pack.convert.dialects"),
+    ("w4pack.convert.formats", "w4pack.convert.dialects", "w4pack.convert.engines"),
     ("w4pack.convert.source",),
-    ("w4pack.convert.engines",),
     ("w4pack.convert.planning",),
     ("w4pack.convert.jobs",),
     ("w4pack.convert.hub",),
@@ -193,6 +192,7 @@ HEAVY = ("torch", "transformers", "huggingface_hub", "scipy", "numpy", "safetens
 LIST_MODULES = """
 import sys
 sys.argv = ["w4pack", *sys.argv[1:]]
+code = 0
 try:
     from w4pack.cli import main
     main()
