@@ -59,6 +59,24 @@ DETECTION_ORDER = (
 # Layouts that are written for use elsewhere, in the order in which they are suggested; ``dense`` is no layout.
 TARGETS = ("marlin", "gptq", "awq", "compressed-tensors", "marlin-legacy")
 
+# Every tensor a layer of a layout can have, the bias aside.
+SUFFIXES: dict[str, tuple[str, ...]] = {
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales"),
+    "awq-gemv": ("qweight", "qzeros", "scales"),
+    "awq-gemv-fast": ("qweight", "qzeros", "scales"),
+    "awq-marlin": ("qweight", "scales"),
+    "compressed-tensors": (
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_shape",
+        "weight_g_idx",
+    ),
+    "marlin-legacy": ("B", "s"),
+    "marlin": ("weight", "weight_scale", "weight_zero_point", "act_perm"),
+}
+
 # Small tensors whose values, not only headers, ``match`` needs.
 DECIDING: dict[str, tuple[str, ...]] = {"compressed-tensors": ("weight_shape",)}
 
@@ -210,6 +228,7 @@ def division_limit(name: str, scheme: QuantScheme) -> Obstacle | None:
         f"the group size of {name} divides in_features",
         f"a multiple of {scheme.group_size}",
         f"in_features {scheme.in_features}",
+        is_shape=True,
     )
 
 
@@ -217,7 +236,25 @@ def multiple_limit(name: str, axis: str, size: int, unit: int) -> Obstacle | Non
     """Return the obstacle of a layout that packs whole units along ``axis``."""
     if size % unit == 0:
         return None
-    return Obstacle(f"{name} packs {axis} in units of {unit}", f"a multiple of {unit}", f"{axis} {size}")
+    rule = f"{name} packs {axis} in units of {unit}"
+    return Obstacle(rule, f"a multiple of {unit}", f"{axis} {size}", is_shape=True)
+
+
+def symmetry_limit(name: str, scheme: QuantScheme) -> Obstacle | None:
+    """Return the obstacle of a layout that has no zero points."""
+    if scheme.sym:
+        return None
+    return Obstacle(f"{name} carries no zero points", "symmetric", "asymmetric")
+
+
+def group_limit(name: str, scheme: QuantScheme, sizes: tuple[int, ...]) -> Obstacle | None:
+    """Return the obstacle of a layout whose kernels exist for some group sizes only; -1 is one group."""
+    if scheme.group_size in sizes:
+        return None
+    expected = ", ".join(str(size) for size in sizes)
+    return Obstacle(
+        f"{name} has kernels for these group sizes only", expected, f"group_size {scheme.group_size}"
+    )
 
 
 def first(*found: Obstacle | None) -> Obstacle | None:

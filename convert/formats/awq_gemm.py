@@ -124,7 +124,9 @@ def read_zeros(qzeros: NDArray, scheme: QuantScheme) -> NDArray[np.uint8]:
     fields = unpack_axis(qzeros, scheme.bits, 1)
     per_word = scheme.codes_per_word
     inverse = np.argsort(COLUMN_OF_FIELD[scheme.bits])
-    return np.ascontiguousarray(fields.reshape(len(fields), -1, per_word)[:, :, inverse].reshape(len(fields), -1))
+    return np.ascontiguousarray(
+        fields.reshape(len(fields), -1, per_word)[:, :, inverse].reshape(len(fields), -1)
+    )
 
 
 def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray]:

@@ -149,6 +149,8 @@ def _bits_and_rows(
     cols, rows = (int(size) for size in values["weight_shape"])
     fits = [bits for bits in range(1, 9) if rows > 0 and -(-rows * bits // 32) == shape[1]]
     if cols != shape[0] or not fits:
-        raise mismatch("weight_shape", f"[{shape[0]}, in_features of {shape[1]} words a row]", f"[{cols}, {rows}]")
+        raise mismatch(
+            "weight_shape", f"[{shape[0]}, in_features of {shape[1]} words a row]", f"[{cols}, {rows}]"
+        )
     # A short row can hold several widths: take one we read if there is one.
     return next((bits for bits in (4, 8) if bits in fits), fits[0]), rows

@@ -20,7 +20,6 @@ from w4pack.convert.core.bitpack import Words, pack_axis, unpack_axis
 from w4pack.convert.core.order import natural_map, read_map
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.errors import SourceError
 from w4pack.convert.formats import (
     Grid,
     Header,
@@ -150,7 +149,10 @@ def obstacle(scheme: QuantScheme) -> Obstacle | None:
 
 
 def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None) -> Match | None:
-    """Match ``qweight`` (K*b/32, N) int32 with ``scales`` (G, N). bits = 32 * qzeros columns / N."""
+    """Match ``qweight`` (K*b/32, N) int32 with ``scales`` (G, N). bits = 32 * qzeros columns / N.
+
+    ``in_features`` counts the rows in the file; ``g_idx`` may be shorter, by less than one word of codes.
+    """
     dtype, shape = tensors.get("qweight", ("", ()))
     if dtype != "I32" or len(shape) != 2:
         return None
@@ -159,24 +161,29 @@ def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = 
         return None
     groups, cols = scales
     bits = _bits(header_of(tensors, "qzeros")[1], groups, cols)
-    rows = 32 * shape[0] // bits
     if "g_idx" in tensors:
-        rows = _known_rows(shape, tensors["g_idx"][1], bits)
-    return Match(bits, rows, cols, groups)
+        _check_rows(shape, tensors["g_idx"][1], bits)
+    return Match(bits, 32 * shape[0] // bits, cols, groups)
 
 
 def _bits(qzeros: tuple[int, ...], groups: int, cols: int) -> int:
-    if len(qzeros) != 2 or qzeros[0] != groups or not 1 <= 32 * qzeros[1] // cols <= 8 or 32 * qzeros[1] % cols:
-        raise mismatch("qzeros", f"[{groups}, {cols} * bits / 32] beside scales [{groups}, {cols}]", f"{list(qzeros)}")
+    if (
+        len(qzeros) != 2
+        or qzeros[0] != groups
+        or not 1 <= 32 * qzeros[1] // cols <= 8
+        or 32 * qzeros[1] % cols
+    ):
+        raise mismatch(
+            "qzeros", f"[{groups}, {cols} * bits / 32] beside scales [{groups}, {cols}]", f"{list(qzeros)}"
+        )
     return 32 * qzeros[1] // cols
 
 
-def _known_rows(qweight: tuple[int, ...], g_idx: tuple[int, ...], bits: int) -> int:
-    """Return K from ``g_idx``; some writers pad the last word, and only that one, past K."""
+def _check_rows(qweight: tuple[int, ...], g_idx: tuple[int, ...], bits: int) -> None:
+    """Compare K, which is the length of ``g_idx``, with the words: some writers fill the last word, and only that."""
     if len(g_idx) != 1 or not g_idx[0]:
-        raise SourceError("`g_idx` is not a list", code="g-idx-length", where="g_idx", found=f"{list(g_idx)}")
+        raise mismatch("g_idx", "one group for each row", f"{list(g_idx)}")
     words = -(-g_idx[0] * bits // 32)
     if words != qweight[0]:
         expected = f"[{words}, {qweight[1]}] ({g_idx[0]} rows in g_idx, {bits} bit)"
         raise mismatch("qweight", expected, f"{list(qweight)}")
-    return g_idx[0]

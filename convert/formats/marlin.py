@@ -28,6 +28,7 @@ from w4pack.convert.formats import (
     bits_limit,
     first,
     fitting,
+    group_limit,
     header_of,
     mismatch,
     with_targets,
@@ -162,11 +163,7 @@ def pad_words(words: Words, scheme: QuantScheme, params: GroupParams, k0: int = 
 
 def limits(scheme: QuantScheme) -> Obstacle | None:
     """Return what keeps the scheme out of the artifact: kernels exist for four group sizes."""
-    sizes = ", ".join(str(size) for size in GROUP_SIZES)
-    group = None
-    if scheme.group_size not in GROUP_SIZES:
-        group = Obstacle("marlin has kernels for these group sizes", sizes, f"group_size {scheme.group_size}")
-    return first(bits_limit("marlin", scheme, (4, 8)), group)
+    return first(bits_limit("marlin", scheme, (4, 8)), group_limit("marlin", scheme, GROUP_SIZES))
 
 
 def obstacle(scheme: QuantScheme) -> Obstacle | None:

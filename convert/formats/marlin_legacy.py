@@ -1,0 +1,111 @@
+"""Legacy Marlin ``B`` and ``s``: the first Marlin kernel's files, symmetric 4 bit, group 128 or -1.
+
+    B  int32 (K/16, 2N)   Marlin tiles (kernels/layout.py)
+    s  fp16 (G, N)        grouped order if G > 1; the per-channel order for one group, also when the config says
+                          128 and K is 128 (IST-DASLab/marlin 2f6d7c1: Layer.pack)
+
+The bias is in natural order. K is a multiple of 128, N of 256.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from w4pack.convert.core.bitpack import Words
+from w4pack.convert.core.quantlinear import GroupParams
+from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
+from w4pack.convert.core.tiles import pack_tiles, unpack_tiles
+from w4pack.convert.formats import (
+    Grid,
+    Header,
+    Match,
+    Obstacle,
+    bits_limit,
+    division_limit,
+    first,
+    fitting,
+    group_limit,
+    header_of,
+    mismatch,
+    multiple_limit,
+    order_limit,
+    symmetry_limit,
+    with_targets,
+)
+from w4pack.kernels import layout
+
+GROUP_SIZES = (ONE_GROUP, 128)
+K_UNIT, N_UNIT = 128, 256  # thread blocks of that kernel
+
+
+def grid(bits: int) -> Grid:
+    """Return the grid of ``B``: tiles of 16 x 64."""
+    return Grid("B", "I32", 0, layout.TILE_K, 1, layout.TILE_N, layout.TILE_N * bits // 2)
+
+
+def unpack(block: NDArray, bits: int, out: Words | None = None) -> Words:
+    """Turn tiles int32 (K/16, 2N) into canonical words (K/8, N)."""
+    return unpack_tiles(block, bits, out)
+
+
+def pack(words: Words, bits: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
+    """Turn canonical words (K/8, N) into tiles int32 (K/16, 2N)."""
+    return pack_tiles(words, bits, out)
+
+
+def specs(scheme: QuantScheme) -> dict[str, Header]:
+    """Return dtype and shape of every tensor of a linear."""
+    rows, cols = scheme.in_features, scheme.out_features
+    return {
+        "B": ("I32", grid(scheme.bits).shape(rows, cols)),
+        "s": (scheme.scale_dtype, (scheme.groups, cols)),
+    }
+
+
+def _order(scheme: QuantScheme) -> NDArray[np.int64]:
+    """Return the column at each position: one scale row has the per-channel order, more have the grouped one."""
+    cols = scheme.out_features
+    return layout.channel_order(cols) if scheme.groups == 1 else layout.grouped_order(cols)
+
+
+def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind: str) -> GroupParams:
+    """Read scales in natural order. Raises SourceError if they are missing or do not fit."""
+    stored = fitting(tensors, "s", (scheme.groups, scheme.out_features))
+    return GroupParams(stored[:, layout.inverse_order(_order(scheme))], None, None)
+
+
+def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray]:
+    """Write scales in the order of the kernel."""
+    return {"s": params.scales[:, _order(scheme)]}
+
+
+def limits(scheme: QuantScheme) -> Obstacle | None:
+    """Return what keeps the scheme out of a legacy Marlin file."""
+    return first(
+        bits_limit("marlin-legacy", scheme, (4,)),
+        symmetry_limit("marlin-legacy", scheme),
+        order_limit("marlin-legacy", scheme),
+        group_limit("marlin-legacy", scheme, GROUP_SIZES),
+        division_limit("marlin-legacy", scheme),
+        multiple_limit("marlin-legacy", "in_features", scheme.in_features, K_UNIT),
+        multiple_limit("marlin-legacy", "out_features", scheme.out_features, N_UNIT),
+    )
+
+
+def obstacle(scheme: QuantScheme) -> Obstacle | None:
+    """Return ``limits`` with the targets that can hold the scheme."""
+    return with_targets(limits(scheme), scheme)
+
+
+def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None) -> Match | None:
+    """Match ``B`` int32 (K/16, 2N) with ``s`` (G, N). QQQ, which has a ``B`` too, has ``s_channel`` instead."""
+    dtype, shape = tensors.get("B", ("", ()))
+    if dtype != "I32" or len(shape) != 2 or 0 in shape or "s_channel" in tensors:
+        return None
+    scales = header_of(tensors, "s")[1]
+    if len(scales) != 2 or 0 in scales or shape[1] != 2 * scales[1]:
+        raise mismatch("B", f"[in_features / 16, 2 * {scales[-1] if scales else 0}]", f"{list(shape)}")
+    if scales[1] % layout.TILE_N:
+        raise mismatch("s", f"columns in units of {layout.TILE_N}", f"{list(scales)}")
+    return Match(4, layout.TILE_K * shape[0], scales[1], scales[0])
