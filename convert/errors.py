@@ -43,6 +43,15 @@ class W4PackError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
+        """Return the text form; of several problems the first few of each rule, with a count of the rest."""
+        if len(self.problems) < 2:
+            return self._text()
+        rules: dict[str, list[W4PackError]] = {}
+        for problem in self.problems:
+            rules.setdefault(problem.code, []).append(problem)
+        return "\n\n".join(_rule_text(items) for items in rules.values())
+
+    def _text(self) -> str:
         lines = [self.what]
         for label in ("where", "expected", "found"):
             value = getattr(self, label)
@@ -52,8 +61,16 @@ class W4PackError(Exception):
             lines += ["", f"hint: {self.hint}"]
         return "\n".join(lines)
 
+    problems: tuple["W4PackError", ...] = ()
+
     def to_json(self) -> dict[str, object]:
-        """Return the fields of the ``error`` event (design: command line, JSON shapes)."""
+        """Return the fields of the ``error`` event; ``problems`` lists every one where several were found."""
+        fields = self._fields()
+        if self.problems:
+            fields["problems"] = [p._fields() for p in self.problems]
+        return fields
+
+    def _fields(self) -> dict[str, object]:
         return {
             "event": "error",
             "code": self.code,
@@ -108,22 +125,27 @@ class Refused(W4PackError):
     exit_code = EXIT_REFUSED
     default_code = "refused"
 
-    problems: tuple[W4PackError, ...] = ()
-
     @classmethod
     def together(cls, problems: Sequence[W4PackError]) -> W4PackError:
         """Merge ``problems`` into one error; a broken source (exit 1) outranks a refusal (exit 3)."""
         if len(problems) == 1:
             return problems[0]
         broken = [p for p in problems if p.exit_code == EXIT_FAILED]
-        merged: W4PackError
         first = (broken or list(problems))[0]
-        merged = SourceError(first.what, code=first.code) if broken else cls(first.what, code=first.code)
-        merged.where, merged.expected, merged.found, merged.hint = first.where, first.expected, first.found, first.hint
-        merged.problems = tuple(problems)  # type: ignore[attr-defined]
+        kind: type[W4PackError] = SourceError if broken else cls
+        merged = kind(first.what, code=first.code, where=first.where, expected=first.expected, found=first.found, hint=first.hint)
+        merged.problems = tuple(problems)
         return merged
 
-    # The text form of several problems lives in `describe_problems`, used by the command line.
+
+def _rule_text(items: Sequence[W4PackError]) -> str:
+    """Return one rule's problems: the first in full, where the others are, how many there are."""
+    first = items[0]
+    if len(items) == 1:
+        return first._text()
+    places = name_some([item.where or "?" for item in items])
+    shown = W4PackError(first.what, where=places, expected=first.expected, found=first.found, hint=first.hint)
+    return f"{shown._text()}\n({len(items)} such problems)" if first.hint is None else shown._text()
 
 
 def name_some(names: Sequence[str], shown: int = SHOWN) -> str:

@@ -95,6 +95,11 @@ class LocalStore:
     def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
+    @property
+    def root(self) -> Path:
+        """The folder, links resolved."""
+        return Path(self._root)
+
     def path_of(self, name: str) -> str:
         """Return what messages call a file: the folder as given, and the name."""
         return os.path.join(self.label, name)  # noqa: PTH118 - keeps the user's own spelling

@@ -4,19 +4,19 @@ A layout is two things: a *grid* (which 2-D tensor holds the codes, and how K an
 a handful of functions, the same in every module:
 
 ``grid(bits) -> Grid``                              where the codes lie
-``unpack(block, bits, out=None) -> words``          stored block -> canonical words (see quantlinear); may be a
-                                                    view of the block where the layout is the canonical one
+``unpack(block, bits, out=None) -> words``          stored block -> canonical words (see quantlinear); a view of
+                                                    the block where the layout is the canonical one
 ``pack(words, bits, out=None) -> block``            the inverse; bytes are deterministic
-``specs(scheme) -> {suffix: (dtype, shape)}``       every tensor written for a linear of that scheme, codes included
+``specs(scheme) -> {suffix: (dtype, shape)}``       every tensor of a linear of that scheme, codes included
 ``decode_params(tensors, scheme, zero_kind) -> GroupParams``   the small tensors, whole
 ``encode_params(params, scheme) -> {suffix: array}``           the inverse; all of ``specs`` but the codes
 ``limits(scheme) -> Obstacle | None``               why this layout cannot hold the scheme
 ``obstacle(scheme) -> Obstacle | None``             the same with the targets that could
-``match(tensors, values=None) -> Match | None``     does a layer with these {suffix: (dtype, shape)} have this layout;
-                                                    ``values`` are the tensors of ``DECIDING`` that were read
+``match(tensors, values=None) -> Match | None``     do these {suffix: (dtype, shape)} have this layout; ``values``
+                                                    are the tensors of ``DECIDING`` that were read
 
-Layouts that store rows sorted by group have ``row_order(tensors, scheme)`` (the artifact). Where K is no multiple of
-the codes in a word, the fields past the last row are zero in words, and ``pack`` returns whole words' rows.
+Layouts that store rows sorted by group have ``row_order(tensors, scheme)`` (the artifact). Where K is no multiple
+of the codes in a word, the fields past the last row are zero in words, and ``pack`` returns whole words' rows.
 
 No layout imports another; none reads files.
 """
@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -44,7 +45,7 @@ FORMATS: dict[str, tuple[str, str]] = {
     "marlin": ("marlin", "w4pack artifact: Marlin tiles, grouped scale order"),
 }
 
-# Order of the tests: at K = 256, g = 32 the shapes of a gemv layer satisfy GPTQ's test too, so gemv is asked first.
+# Order of the tests: at K = 256, g = 32 a gemv layer's shapes satisfy GPTQ's test too, so gemv is asked first.
 DETECTION_ORDER = (
     "awq-gemv-fast",
     "awq-gemv",
@@ -140,7 +141,7 @@ def get(name: str) -> ModuleType:
 
 
 def recognise(
-    tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None
+    tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None
 ) -> tuple[str, Match] | None:
     """Return the layout of a layer and what its headers say; None if no layout claims it.
 
@@ -195,7 +196,7 @@ def require_shape(tensors: Mapping[str, Header], suffix: str, shape: tuple[int, 
         raise mismatch(suffix, f"{list(shape)}", f"{list(found)}")
 
 
-def fitting(tensors: Mapping[str, NDArray], suffix: str, shape: tuple[int, ...]) -> NDArray:
+def fitting(tensors: Mapping[str, NDArray[Any]], suffix: str, shape: tuple[int, ...]) -> NDArray[Any]:
     """Return the array of a small tensor. Raises SourceError unless it is there and has ``shape``."""
     array = tensors.get(suffix)
     if array is None:

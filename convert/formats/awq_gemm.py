@@ -5,11 +5,12 @@
     scales   (G, N)
 
 4 bit interleaves: nibble i of word c holds column 8c + [0, 2, 4, 6, 1, 3, 5, 7][i], so columns 0..7 with codes
-0..7 are the word 0x75316420 (autoawq 0.2.9, utils/packing_utils). GPTQModel also writes 8 bit, without an
-interleave: byte i of word c is column 4c + i.
+0..7 are the word 0x75316420 (autoawq 0.2.9, utils/packing_utils). GPTQModel also writes 8 bit, without
+an interleave: byte i of word c is column 4c + i.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +37,15 @@ from w4pack.convert.formats import (
 COLUMN_OF_FIELD = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 1, 2, 3)}
 
 
+SUFFIXES = ("qweight", "qzeros", "scales")  # every tensor a linear may have, its bias aside
+
+
 def grid(bits: int) -> Grid:
     """Return the grid of ``qweight``: one word for 32/bits columns."""
     return Grid("qweight", "I32", 0, 1, 1, 32 // bits, 1)
 
 
-def unpack(block: NDArray, bits: int, out: Words | None = None) -> Words:
+def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
     """Turn stored words (K, N*b/32) into canonical words (ceil(K*b/32), N) by transposing their fields."""
     per_word = 32 // bits
     rows, width = block.shape
@@ -110,7 +114,7 @@ def specs(scheme: QuantScheme) -> dict[str, Header]:
     }
 
 
-def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind: str) -> GroupParams:
+def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero_kind: str) -> GroupParams:
     """Read zeros and scales. Raises SourceError for tensors that are missing or do not fit."""
     shapes = {suffix: header[1] for suffix, header in specs(scheme).items()}
     zeros = None
@@ -119,7 +123,7 @@ def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind
     return GroupParams(fitting(tensors, "scales", shapes["scales"]), zeros, None)
 
 
-def read_zeros(qzeros: NDArray, scheme: QuantScheme) -> NDArray[np.uint8]:
+def read_zeros(qzeros: NDArray[Any], scheme: QuantScheme) -> NDArray[np.uint8]:
     """Unpack stored zero words (G, N*b/32) to zero points (G, N)."""
     fields = unpack_axis(qzeros, scheme.bits, 1)
     per_word = scheme.codes_per_word
@@ -129,7 +133,7 @@ def read_zeros(qzeros: NDArray, scheme: QuantScheme) -> NDArray[np.uint8]:
     )
 
 
-def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray]:
+def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray[Any]]:
     """Write zeros, the midpoint for a symmetric scheme, and scales."""
     zeros = params.zeros
     if zeros is None or scheme.sym:
@@ -157,7 +161,7 @@ def obstacle(scheme: QuantScheme) -> Obstacle | None:
     return with_targets(limits(scheme), scheme)
 
 
-def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None) -> Match | None:
+def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:
     """Match ``qweight`` (K, N/8) or (K, N/4) int32 with ``scales`` (G, N); the width gives 4 or 8 bit."""
     dtype, shape = tensors.get("qweight", ("", ()))
     if dtype != "I32" or len(shape) != 2 or "qzeros" not in tensors:

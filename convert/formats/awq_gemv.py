@@ -9,6 +9,7 @@ modules/linear/gemv.py: calculate_zeros_width). 4 bit only.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +35,15 @@ from w4pack.convert.formats import (
 GROUP_SIZES = (ONE_GROUP, 32, 64, 128)
 
 
+SUFFIXES = ("qweight", "qzeros", "scales")  # every tensor a linear may have, its bias aside
+
+
 def grid(bits: int) -> Grid:
     """Return the grid of ``qweight``: N over the rows, one word for 8 of K."""
     return Grid("qweight", "I32", 1, 32 // bits, 1, 1, 1)
 
 
-def unpack(block: NDArray, bits: int, out: Words | None = None) -> Words:
+def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
     """Transpose stored words (N, R) to canonical words (R, N)."""
     if out is None:
         out = np.empty(block.shape[::-1], np.uint32)
@@ -57,7 +61,8 @@ def zeros_width(scheme: QuantScheme) -> int:
     """Return Z, the words of zero points of one output."""
     size = scheme.in_features if scheme.group_size == ONE_GROUP else scheme.group_size
     multiple = 1 if size >= 128 else 2 if size >= 64 else 4
-    return -(--(-scheme.groups // 8) // multiple) * multiple
+    words = -(-scheme.groups // 8)
+    return -(-words // multiple) * multiple
 
 
 def specs(scheme: QuantScheme) -> dict[str, Header]:
@@ -70,7 +75,7 @@ def specs(scheme: QuantScheme) -> dict[str, Header]:
     }
 
 
-def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind: str) -> GroupParams:
+def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero_kind: str) -> GroupParams:
     """Read zeros and scales without the unused groups. Raises SourceError for tensors that do not fit."""
     shapes = {suffix: header[1] for suffix, header in specs(scheme).items()}
     scales = fitting(tensors, "scales", shapes["scales"])[:, : scheme.groups]
@@ -81,7 +86,7 @@ def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind
     return GroupParams(np.ascontiguousarray(scales.T), zeros, None)
 
 
-def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray]:
+def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray[Any]]:
     """Write zeros, the midpoint for a symmetric scheme, and scales; unused groups are 0."""
     shape = scheme.out_features, 8 * zeros_width(scheme)
     zeros, scales = np.zeros(shape, np.uint8), np.zeros(shape, params.scales.dtype)
@@ -107,7 +112,7 @@ def obstacle(scheme: QuantScheme) -> Obstacle | None:
     return with_targets(limits(scheme), scheme)
 
 
-def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None) -> Match | None:
+def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:
     """Match ``qweight`` (N, K/8) int32 with ``scales`` (N, 8 Z) and ``qzeros`` (N, Z).
 
     GPTQ with one row of words per group (g = 8) has the same shapes; only a ``g_idx`` tells it apart.

@@ -6,11 +6,12 @@
     qzeros   fp16 (8 Z, N)    -(scale * zero), the product rounded to fp16; unused rows 0
 
 So a word holds four inputs that lie 8 apart, and 64 words hold 64 inputs of four outputs (autoawq 0.2.9,
-modules/linear/gemv_fast.py: pack_intweight). Z as in gemv. The integer zero is rint(-qzeros / scale), exact for
-every finite fp16 scale whose product did not overflow; the file is refused where rounding it again differs.
+modules/linear/gemv_fast.py: pack_intweight). Z as in gemv. The integer zero is rint(-qzeros / scale), exact
+for every finite fp16 scale whose product did not overflow; refused where rounding it again differs.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,23 +41,27 @@ ROWS = 4  # outputs of one stored row
 NIBBLE = np.uint16(15)
 
 
+SUFFIXES = ("qweight", "qzeros", "scales")  # every tensor a linear may have, its bias aside
+
+
 def grid(bits: int) -> Grid:
     """Return the grid of ``qweight``: 64 inputs of 4 outputs are 64 words of one row."""
     return Grid("qweight", "I16", 1, K_BLOCK, K_BLOCK, ROWS, 1)
 
 
-def _stored(block: NDArray) -> NDArray[np.uint16]:
+def _stored(block: NDArray[Any]) -> NDArray[np.uint16]:
     """View stored words as (n // 4, k // 64, n % 4, k % 64 // 32, k % 8)."""
     return block.view(np.uint16).reshape(block.shape[0], -1, ROWS, 2, 8)
 
 
 def _canonical(words: Words) -> Words:
     """View canonical words as (n // 4, k // 64, n % 4, k % 64 // 32, k % 32 // 8)."""
-    return words.reshape(-1, 2, 4, words.shape[1] // ROWS, ROWS).transpose(3, 0, 4, 1, 2)
+    view: Words = words.reshape(-1, 2, 4, words.shape[1] // ROWS, ROWS).transpose(3, 0, 4, 1, 2)
+    return view
 
 
-def unpack(block: NDArray, bits: int, out: Words | None = None) -> Words:
-    """Turn stored words (N/4, K) into canonical words (K/8, N): nibble p of word m becomes nibble m of word p."""
+def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
+    """Turn stored words (N/4, K) into canonical words (K/8, N): nibble p of word m is nibble m of word p."""
     if out is None:
         out = np.empty((block.shape[1] // 8, block.shape[0] * ROWS), np.uint32)
     stored, canonical = _stored(block), _canonical(out)
@@ -91,7 +96,8 @@ def padded_groups(scheme: QuantScheme) -> int:
     """Return 8 Z, the rows of scales and zeros."""
     size = scheme.in_features if scheme.group_size == ONE_GROUP else scheme.group_size
     multiple = 1 if size >= 128 else 2 if size >= 64 else 4
-    return 8 * multiple * -(--(-scheme.groups // 8) // multiple)
+    words = -(-scheme.groups // 8)
+    return 8 * multiple * -(-words // multiple)
 
 
 def specs(scheme: QuantScheme) -> dict[str, Header]:
@@ -104,8 +110,8 @@ def specs(scheme: QuantScheme) -> dict[str, Header]:
     }
 
 
-def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind: str) -> GroupParams:
-    """Read scales and recover the integer zeros. Raises SourceError where they are not those of any integer."""
+def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero_kind: str) -> GroupParams:
+    """Read scales and recover the integer zeros. Raises SourceError where no integer gives them."""
     shapes = {suffix: header[1] for suffix, header in specs(scheme).items()}
     scales = np.ascontiguousarray(fitting(tensors, "scales", shapes["scales"])[: scheme.groups])
     zeros = None
@@ -119,7 +125,7 @@ def recover_zeros(scaled: NDArray[np.float16], scales: NDArray[np.float16]) -> N
     wide = scales.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         ratio = np.rint(-scaled.astype(np.float64) / np.where(wide == 0, 1.0, wide))
-        zeros = np.clip(np.nan_to_num(ratio), 0, 15).astype(np.uint8)
+        zeros: NDArray[np.uint8] = np.clip(np.nan_to_num(ratio), 0, 15).astype(np.uint8)
         again = scale_zeros(zeros, scales)
     bad = np.argwhere((again != scaled) | ~np.isfinite(scaled))
     if bad.size:
@@ -141,7 +147,7 @@ def scale_zeros(zeros: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArra
         return -(scales.astype(np.float32) * zeros.astype(np.float32)).astype(np.float16)
 
 
-def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray]:
+def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray[Any]]:
     """Write scales and scaled zeros, the midpoint's for a symmetric scheme; unused groups are +0.0."""
     zeros = params.zeros
     if zeros is None or scheme.sym:
@@ -174,7 +180,7 @@ def obstacle(scheme: QuantScheme) -> Obstacle | None:
     return with_targets(limits(scheme), scheme)
 
 
-def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None) -> Match | None:
+def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:
     """Match ``qweight`` int16 (N/4, K) with ``qzeros`` fp16. ``groups`` is 0: the file pads them."""
     dtype, shape = tensors.get("qweight", ("", ()))
     if dtype != "I16" or len(shape) != 2 or 0 in shape:

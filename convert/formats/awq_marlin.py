@@ -3,11 +3,12 @@
     qweight  int32 (K/16, 2N)   Marlin tiles (kernels/layout.py)
     scales   fp16 (G, N)        grouped order if G > 1, else the per-channel order
 
-Source: autoawq 0.2.9, modules/linear/marlin.py. GPTQModel writes gemm tensors under the same label: the shapes
-decide.
+Source: autoawq 0.2.9, modules/linear/marlin.py. GPTQModel writes gemm tensors under the same label: the
+shapes decide.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +37,15 @@ from w4pack.kernels import layout
 GROUP_SIZES = (ONE_GROUP, 64, 128)
 
 
+SUFFIXES = ("qweight", "scales")  # every tensor a linear may have, its bias aside
+
+
 def grid(bits: int) -> Grid:
     """Return the grid of ``qweight``: tiles of 16 x 64."""
     return Grid("qweight", "I32", 0, layout.TILE_K, 1, layout.TILE_N, layout.TILE_N * bits // 2)
 
 
-def unpack(block: NDArray, bits: int, out: Words | None = None) -> Words:
+def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
     """Turn tiles int32 (K/16, 2N) into canonical words (K/8, N)."""
     return unpack_tiles(block, bits, out)
 
@@ -61,18 +65,18 @@ def specs(scheme: QuantScheme) -> dict[str, Header]:
 
 
 def _order(scheme: QuantScheme) -> NDArray[np.int64]:
-    """Return the column at each position: one scale row has the per-channel order, more have the grouped one."""
+    """Return the column at each position: the per-channel order for one scale row, else the grouped one."""
     cols = scheme.out_features
     return layout.channel_order(cols) if scheme.groups == 1 else layout.grouped_order(cols)
 
 
-def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind: str) -> GroupParams:
+def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero_kind: str) -> GroupParams:
     """Read scales in natural order. Raises SourceError if they are missing or do not fit."""
     stored = fitting(tensors, "scales", (scheme.groups, scheme.out_features))
     return GroupParams(stored[:, layout.inverse_order(_order(scheme))], None, None)
 
 
-def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray]:
+def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray[Any]]:
     """Write scales in the order of the kernel."""
     return {"scales": params.scales[:, _order(scheme)]}
 
@@ -95,7 +99,7 @@ def obstacle(scheme: QuantScheme) -> Obstacle | None:
     return with_targets(limits(scheme), scheme)
 
 
-def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None) -> Match | None:
+def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:
     """Match ``qweight`` int32 (K/16, 2N) with ``scales`` (G, N) and no zeros."""
     dtype, shape = tensors.get("qweight", ("", ()))
     if dtype != "I32" or len(shape) != 2 or 0 in shape or "qzeros" in tensors or "scales" not in tensors:

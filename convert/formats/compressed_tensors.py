@@ -6,11 +6,12 @@
     weight_shape       int64 (2,)                [N, K]
     weight_g_idx       int32 (K,)                only in files of old releases with a group order
 
-The stored fields are offset binary, signed code + 2^(b-1): our unsigned codes and zeros as they are. Fields past
-the last element are 0 (compressed-tensors 0.20.1, pack_to_int32).
+The stored fields are offset binary, signed code + 2^(b-1): our unsigned codes and zeros as they are. Fields
+past the last element are 0 (compressed-tensors 0.20.1, pack_to_int32).
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +37,21 @@ from w4pack.convert.formats import (
     with_targets,
 )
 
+SUFFIXES = (
+    "weight_packed",
+    "weight_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+)  # every tensor a linear may have, its bias aside
+
 
 def grid(bits: int) -> Grid:
     """Return the grid of ``weight_packed``: N over the rows, one word for 32/bits of K."""
     return Grid("weight_packed", "I32", 1, 32 // bits, 1, 1, 1)
 
 
-def unpack(block: NDArray, bits: int, out: Words | None = None) -> Words:
+def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
     """Transpose stored words (N, R) to canonical words (R, N)."""
     if out is None:
         out = np.empty(block.shape[::-1], np.uint32)
@@ -71,7 +80,7 @@ def specs(scheme: QuantScheme) -> dict[str, Header]:
     return tensors
 
 
-def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind: str) -> GroupParams:
+def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero_kind: str) -> GroupParams:
     """Read zeros, scales and group map. Raises SourceError for tensors that are missing or do not fit."""
     shapes = {suffix: header[1] for suffix, header in specs(scheme).items()}
     scales = np.ascontiguousarray(fitting(tensors, "weight_scale", shapes["weight_scale"]).T)
@@ -84,9 +93,9 @@ def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind
     return GroupParams(scales, zeros, group)
 
 
-def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray]:
+def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray[Any]]:
     """Write zeros, scales, shape and, to rebuild an old source, the group map."""
-    tensors: dict[str, NDArray] = {
+    tensors: dict[str, NDArray[Any]] = {
         "weight_scale": np.ascontiguousarray(params.scales.T),
         "weight_shape": np.array([scheme.out_features, scheme.in_features], np.int64),
     }
@@ -113,10 +122,11 @@ def obstacle(scheme: QuantScheme) -> Obstacle | None:
     return with_targets(limits(scheme), scheme)
 
 
-def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None) -> Match | None:
-    """Match ``weight_packed`` int32 (N, words). K is in the value of ``weight_shape``; without it K is the fill.
+def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:
+    """Match ``weight_packed`` int32 (N, words). K is in the value of ``weight_shape``.
 
-    Without the value, bits come from ``weight_zero_point`` or are taken as 4. Raises Refused for fused experts.
+    Without that value K is the fill of the words, and bits come from ``weight_zero_point`` or are taken as 4.
+    Raises Refused for experts fused in one tensor.
     """
     dtype, shape = tensors.get("weight_packed", ("", ()))
     if dtype != "I32":
@@ -140,7 +150,7 @@ def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = 
 
 
 def _bits_and_rows(
-    shape: tuple[int, ...], tensors: Mapping[str, Header], values: Mapping[str, NDArray]
+    shape: tuple[int, ...], tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]]
 ) -> tuple[int, int]:
     if "weight_shape" not in values:
         zeros = tensors.get("weight_zero_point")

@@ -12,6 +12,7 @@ field by itself, field + 1, which may give 16 (256 for 8 bit): writers that did 
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +40,15 @@ from w4pack.convert.formats import (
 ONE_PER_FIELD = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
 
 
+SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")  # every tensor a linear may have, its bias aside
+
+
 def grid(bits: int) -> Grid:
     """Return the grid of ``qweight``: one word for 32/bits rows."""
     return Grid("qweight", "I32", 0, 32 // bits, 1, 1, 1)
 
 
-def unpack(block: NDArray, bits: int, out: Words | None = None) -> Words:
+def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
     """Return the canonical words: the stored words themselves, a view unless ``out`` is given."""
     return _as(block.view(np.uint32), out)
 
@@ -54,7 +58,7 @@ def pack(words: Words, bits: int, out: NDArray[np.int32] | None = None) -> NDArr
     return _as(words.view(np.int32), out)
 
 
-def _as(array: NDArray, out: NDArray | None) -> NDArray:
+def _as(array: NDArray[Any], out: NDArray[Any] | None) -> NDArray[Any]:
     if out is None:
         return array
     np.copyto(out, array)
@@ -72,7 +76,7 @@ def specs(scheme: QuantScheme) -> dict[str, Header]:
     }
 
 
-def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind: str) -> GroupParams:
+def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero_kind: str) -> GroupParams:
     """Read zeros, scales and group map. ``zero_kind``: ``v1``, ``v1-nibble``, ``v2`` (or ``plain``).
 
     Zeros are uint8, or uint16 where an 8-bit field of ``v1-nibble`` reads 256. Raises SourceError for tensors
@@ -88,7 +92,7 @@ def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind
     return GroupParams(fitting(tensors, "scales", shapes["scales"]), zeros, group)
 
 
-def read_zeros(qzeros: NDArray, scheme: QuantScheme, zero_kind: str) -> NDArray:
+def read_zeros(qzeros: NDArray[Any], scheme: QuantScheme, zero_kind: str) -> NDArray[Any]:
     """Unpack stored zero words (G, N*b/32) to zero points (G, N)."""
     words = qzeros.view(np.uint32)
     if zero_kind == "v1":
@@ -102,7 +106,7 @@ def read_zeros(qzeros: NDArray, scheme: QuantScheme, zero_kind: str) -> NDArray:
 
 def encode_params(
     params: GroupParams, scheme: QuantScheme, zero_kind: str | None = None
-) -> dict[str, NDArray]:
+) -> dict[str, NDArray[Any]]:
     """Write zeros, scales and group map.
 
     Zeros are v1 for symmetric and v2 for asymmetric schemes, the forms that loaders accept without knowing the
@@ -119,7 +123,7 @@ def encode_params(
     }
 
 
-def write_zeros(zeros: NDArray | None, scheme: QuantScheme, zero_kind: str) -> NDArray[np.int32]:
+def write_zeros(zeros: NDArray[Any] | None, scheme: QuantScheme, zero_kind: str) -> NDArray[np.int32]:
     """Pack zero points (G, N), the midpoint if None, to stored words: the inverse of ``read_zeros``."""
     if zeros is None or scheme.sym:
         zeros = np.full((scheme.groups, scheme.out_features), scheme.midpoint, np.uint8)
@@ -148,7 +152,7 @@ def obstacle(scheme: QuantScheme) -> Obstacle | None:
     return with_targets(limits(scheme), scheme)
 
 
-def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None) -> Match | None:
+def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:
     """Match ``qweight`` (K*b/32, N) int32 with ``scales`` (G, N). bits = 32 * qzeros columns / N.
 
     ``in_features`` counts the rows in the file; ``g_idx`` may be shorter, by less than one word of codes.

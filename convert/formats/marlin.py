@@ -11,6 +11,7 @@ rows of a group that also holds real rows have that group's zero points as codes
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,12 +51,20 @@ def stored_groups(scheme: QuantScheme) -> int:
     return 1 if scheme.group_size == ONE_GROUP else -(-rows // scheme.group_size)
 
 
+SUFFIXES = (
+    "weight",
+    "weight_scale",
+    "weight_zero_point",
+    "act_perm",
+)  # every tensor a linear may have, its bias aside
+
+
 def grid(bits: int) -> Grid:
     """Return the grid of ``weight``; units are 64 x 64, four tiles, so that shapes come out padded."""
     return Grid("weight", "I32", 0, UNIT, UNIT // layout.TILE_K, UNIT, UNIT * bits // 2)
 
 
-def unpack(block: NDArray, bits: int, out: Words | None = None) -> Words:
+def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
     """Turn tiles into canonical words of padded and, under act-order, sorted rows (``row_order``)."""
     return unpack_tiles(block, bits, out)
 
@@ -79,7 +88,7 @@ def specs(scheme: QuantScheme) -> dict[str, Header]:
     return tensors
 
 
-def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind: str) -> GroupParams:
+def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero_kind: str) -> GroupParams:
     """Read zeros, scales and group map in natural order, without the padding."""
     shapes = {suffix: header[1] for suffix, header in specs(scheme).items()}
     groups, cols = scheme.groups, scheme.out_features
@@ -95,7 +104,7 @@ def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind
     return GroupParams(np.ascontiguousarray(scales), zeros, group)
 
 
-def row_order(tensors: Mapping[str, NDArray], scheme: QuantScheme) -> NDArray[np.int64] | None:
+def row_order(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme) -> NDArray[np.int64] | None:
     """Return the source row of each packed row, or None: natural order.
 
     The words of ``unpack`` go back to source order by ``source[perm] = packed``.
@@ -106,10 +115,10 @@ def row_order(tensors: Mapping[str, NDArray], scheme: QuantScheme) -> NDArray[np
     return read_perm(fitting(tensors, "act_perm", (scheme.in_features,)), scheme, "act_perm")
 
 
-def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray]:
+def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray[Any]]:
     """Write padded zeros and scales in tile order and, under act-order, ``act_perm``."""
     scales, zeros = pad_params(params, scheme)
-    tensors: dict[str, NDArray] = {"weight_scale": scales[:, layout.grouped_order(scales.shape[1])]}
+    tensors: dict[str, NDArray[Any]] = {"weight_scale": scales[:, layout.grouped_order(scales.shape[1])]}
     if not scheme.sym:
         tensors["weight_zero_point"] = layout.pack_zeros(zeros, scheme.bits)
     if scheme.act_order:
@@ -119,7 +128,7 @@ def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray
     return tensors
 
 
-def pad_params(params: GroupParams, scheme: QuantScheme) -> tuple[NDArray, NDArray[np.uint8]]:
+def pad_params(params: GroupParams, scheme: QuantScheme) -> tuple[NDArray[Any], NDArray[np.uint8]]:
     """Return scales and zero points (G', N') in natural order; padding is +0.0 and the midpoint."""
     shape = stored_groups(scheme), stored_size(scheme.out_features)
     scales = np.zeros(shape, params.scales.dtype)
@@ -171,7 +180,7 @@ def obstacle(scheme: QuantScheme) -> Obstacle | None:
     return with_targets(limits(scheme), scheme)
 
 
-def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None) -> Match | None:
+def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:
     """Match ``weight`` int32 (K'/16, N'*b/2) with ``weight_scale`` (G', N').
 
     Sizes are the stored ones, except K where ``act_perm`` tells it; the artifact's config has the others.

@@ -8,6 +8,7 @@ The bias is in natural order. K is a multiple of 128, N of 256.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +40,15 @@ GROUP_SIZES = (ONE_GROUP, 128)
 K_UNIT, N_UNIT = 128, 256  # thread blocks of that kernel
 
 
+SUFFIXES = ("B", "s")  # every tensor a linear may have, its bias aside
+
+
 def grid(bits: int) -> Grid:
     """Return the grid of ``B``: tiles of 16 x 64."""
     return Grid("B", "I32", 0, layout.TILE_K, 1, layout.TILE_N, layout.TILE_N * bits // 2)
 
 
-def unpack(block: NDArray, bits: int, out: Words | None = None) -> Words:
+def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
     """Turn tiles int32 (K/16, 2N) into canonical words (K/8, N)."""
     return unpack_tiles(block, bits, out)
 
@@ -64,18 +68,18 @@ def specs(scheme: QuantScheme) -> dict[str, Header]:
 
 
 def _order(scheme: QuantScheme) -> NDArray[np.int64]:
-    """Return the column at each position: one scale row has the per-channel order, more have the grouped one."""
+    """Return the column at each position: the per-channel order for one scale row, else the grouped one."""
     cols = scheme.out_features
     return layout.channel_order(cols) if scheme.groups == 1 else layout.grouped_order(cols)
 
 
-def decode_params(tensors: Mapping[str, NDArray], scheme: QuantScheme, zero_kind: str) -> GroupParams:
+def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero_kind: str) -> GroupParams:
     """Read scales in natural order. Raises SourceError if they are missing or do not fit."""
     stored = fitting(tensors, "s", (scheme.groups, scheme.out_features))
     return GroupParams(stored[:, layout.inverse_order(_order(scheme))], None, None)
 
 
-def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray]:
+def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray[Any]]:
     """Write scales in the order of the kernel."""
     return {"s": params.scales[:, _order(scheme)]}
 
@@ -98,8 +102,8 @@ def obstacle(scheme: QuantScheme) -> Obstacle | None:
     return with_targets(limits(scheme), scheme)
 
 
-def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray] | None = None) -> Match | None:
-    """Match ``B`` int32 (K/16, 2N) with ``s`` (G, N). QQQ, which has a ``B`` too, has ``s_channel`` instead."""
+def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:
+    """Match ``B`` int32 (K/16, 2N) with ``s`` (G, N). QQQ has a ``B`` too, but ``s_channel`` beside it."""
     dtype, shape = tensors.get("B", ("", ()))
     if dtype != "I32" or len(shape) != 2 or 0 in shape or "s_channel" in tensors:
         return None

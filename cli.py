@@ -1,0 +1,340 @@
+"""The command line: parse, call one function of ``w4pack.convert``, print. Nothing else.
+
+Only click and the errors are imported here, so that ``--help`` is instant; each command imports what it needs.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from w4pack.convert.errors import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_VERIFY, W4PackError
+
+F = TypeVar("F", bound=Callable[..., Any])
+TARGETS = ("marlin", "marlin-legacy", "gptq", "awq", "compressed-tensors", "dense")
+ENGINES = ("vllm", "sglang", "transformers", "w4pack")
+
+EXIT_CODES = """\b
+Exit codes:
+  0  done, or yes
+  1  failed
+  2  wrong options or arguments
+  3  refused, or no
+  4  verification failed
+  130 / 143  stopped by a signal"""
+
+
+def _version(context: click.Context, wanted: bool) -> None:
+    """Print the versions of w4pack, Python, and torch if it is there, without importing it."""
+    if not wanted or context.resilient_parsing:
+        return
+    from importlib import metadata
+
+    from w4pack import __version__
+
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "not installed"
+    click.echo(f"w4pack {__version__}\nPython {sys.version.split()[0]}\ntorch {torch}")
+    context.exit()
+
+
+def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    def apply(command: F) -> F:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return apply
+
+
+hub_options = _options(
+    click.option("--revision", help="Branch, tag or commit of a Hub source."),
+    click.option("--cache-dir", help="Folder for downloads, in place of the Hub client's own cache."),
+    click.option("--local-files-only", is_flag=True, help="Use what is in the cache; ask no server."),
+)
+output_options = _options(
+    click.option("--json", "as_json", is_flag=True, help="Print JSON: one object for a question, lines for a job."),
+    click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
+    click.option("-v", "--verbose", is_flag=True, help="Print more: every warning, every layer."),
+    click.option("--debug", is_flag=True, help="Show the traceback of an unexpected error."),
+)
+running_options = _options(
+    click.option("--threads", type=click.IntRange(0, 64), default=0, help="Worker threads; 0: one per core, at most 8."),
+    click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same job."),
+    click.option("--overwrite", is_flag=True, help="Replace OUT, once the new one is complete."),
+    click.option("--strict", is_flag=True, help="Record sha256 of the whole source; a resumed run checks it."),
+)
+thorough_option = click.option("--thorough", is_flag=True, help="Read every deciding tensor, not a sample.")
+
+
+class Size(click.ParamType):
+    """A number of bytes: ``5GB``, ``500MB``, ``4GiB``, ``1000000``."""
+
+    name = "size"
+    UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # noqa: RUF012
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Turn text into bytes."""
+        if isinstance(value, int):
+            return value
+        text = str(value).strip().upper()
+        digits = text.rstrip("KMGTIB ")
+        try:
+            return int(float(digits) * self.UNITS[text[len(digits) :].strip()])
+        except (KeyError, ValueError, OverflowError):
+            self.fail(f"{value!r} is no size; write 5GB or 4GiB", param, ctx)
+
+
+class IntList(click.ParamType):
+    """Numbers separated by commas."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Turn text into numbers."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no list of numbers; write 1,2,4,8", param, ctx)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=EXIT_CODES)
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=lambda c, p, v: _version(c, v), help="Show the versions and exit.")
+def root() -> None:
+    """Pack 4-bit checkpoints for the tensor cores once, or rewrite them for stock engines, with proof.
+
+    \b
+    w4pack inspect ORG/NAME                          what is it? (no download)
+    w4pack check ORG/NAME --engine vllm --tp 1,2,4   will the engine take it?
+    w4pack convert SRC OUT --to marlin               pack it; then: w4pack verify OUT --against SRC
+    """
+
+
+@root.command()
+@click.argument("src")
+@click.argument("out", type=click.Path())
+@click.option("--to", type=click.Choice(TARGETS), default="marlin", show_default=True, help="What OUT becomes.")
+@click.option("--dtype", type=click.Choice(["float16", "bfloat16", "float32"]), help="dtype of the weights, for --to dense.")
+@click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest weight file.")
+@click.option("--regroup", is_flag=True, help="Re-quantize layers whose act-order the target cannot carry. Lossy; the error is measured and reported.")
+@click.option("--widen", is_flag=True, help="Write asymmetric 4-bit layers as symmetric 8 bit. Exact; twice the size.")
+@click.option("--pad-for-tp", type=click.IntRange(1, 1024), help="Pad the MLP's intermediate size so that this tensor parallelism fits. Exact.")
+@click.option("--fold-act-order", is_flag=True, help="Fold a down projection's act-order into gate and up, also where the target could keep it.")
+@click.option("--round-scales", is_flag=True, help="Round fp32 scales that no 16-bit dtype holds. Lossy.")
+@click.option("--zero-reading", type=click.Choice(["word", "nibble"]), help="How ambiguous GPTQ v1 zero points are read.")
+@click.option("--source-format", type=click.Choice(["gptq", "gptq_v2"]), help="GPTQ version, where no label says it.")
+@click.option("--ignore-key", multiple=True, help="Convert although this config key changes the forward pass. Repeatable.")
+@click.option("--dry-run", is_flag=True, help="Stop after the plan.")
+@click.option("--verify", "verify_after", is_flag=True, help="Read OUT back and compare it with SRC at the end.")
+@click.option("--push-to", help="Upload OUT to this Hub repository, once it is complete.")
+@click.option("--private", is_flag=True, help="Create the Hub repository as a private one.")
+@running_options
+@hub_options
+@output_options
+def convert(**given: Any) -> None:
+    """Convert SRC (a folder or ORG/NAME) to OUT.
+
+    \b
+    w4pack convert ./llama-gptq ./llama-marlin
+    w4pack convert ORG/NAME ./out --to compressed-tensors --dry-run
+    """
+    with _errors(given):
+        from w4pack.convert.command import run_convert
+
+        run_convert(given, _stop_flag())
+
+
+@root.command()
+@click.argument("path")
+@thorough_option
+@hub_options
+@output_options
+def inspect(**given: Any) -> None:
+    """Say what PATH (a folder or ORG/NAME) is: format, scheme of every layer, sizes, order, max TP.
+
+    \b
+    w4pack inspect ORG/NAME
+    w4pack inspect ./out --json | jq .layers[0]
+    """
+    with _errors(given):
+        from w4pack.convert.command import run_inspect
+
+        run_inspect(given)
+
+
+@root.command()
+@click.argument("path")
+@click.option("--engine", multiple=True, type=click.Choice(ENGINES), help="Engine to ask about; all by default. Repeatable.")
+@click.option("--tp", type=IntList(), default="1", show_default=True, help="Tensor parallelisms, e.g. 1,2,4,8.")
+@thorough_option
+@hub_options
+@output_options
+def check(**given: Any) -> None:
+    """Say whether an engine takes PATH, refuses it, computes something else, or is slow; exit code 3 means no.
+
+    \b
+    w4pack check ORG/NAME --engine vllm --tp 1,2,4,8
+    """
+    with _errors(given):
+        from w4pack.convert.command import run_check
+
+        sys.exit(EXIT_OK if run_check(given) else EXIT_REFUSED)
+
+
+@root.command()
+@click.argument("out", type=click.Path())
+@click.option("--against", help="The source: a folder or ORG/NAME. Codes, zeros, scales and order are compared.")
+@click.option("--threads", type=click.IntRange(0, 64), default=0, help="Worker threads; 0: one per core, at most 8.")
+@hub_options
+@output_options
+def verify(**given: Any) -> None:
+    """Prove OUT: every tensor there, every hash right, every number finite; equal to its source.
+
+    \b
+    w4pack verify ./out --against ./source
+    """
+    with _errors(given):
+        from w4pack.convert.command import run_verify
+
+        sys.exit(EXIT_OK if run_verify(given) else EXIT_VERIFY)
+
+
+@root.command()
+@click.argument("path")
+@click.argument("out", type=click.Path())
+@running_options
+@hub_options
+@output_options
+def unpack(**given: Any) -> None:
+    """Turn the artifact PATH back into its source in OUT: tensors, names, config, side files; proved.
+
+    \b
+    w4pack unpack ./llama-marlin ./llama-gptq-again
+    """
+    with _errors(given):
+        from w4pack.convert.command import run_unpack
+
+        run_unpack(given, _stop_flag())
+
+
+@root.command()
+@click.argument("out", type=click.Path())
+@click.argument("repo_id", metavar="ORG/NAME")
+@click.option("--private", is_flag=True, help="Create the Hub repository as a private one.")
+@output_options
+def push(**given: Any) -> None:
+    """Upload OUT to the Hub repository ORG/NAME, config.json last. Runs again where it stopped.
+
+    \b
+    w4pack push ./llama-marlin ORG/llama-marlin
+    """
+    with _errors(given):
+        from w4pack.convert.command import run_push
+
+        run_push(given)
+
+
+@contextlib.contextmanager
+def _errors(given: dict[str, Any]) -> Iterator[None]:
+    """Print errors in the form asked for, and leave with their exit code."""
+    try:
+        yield
+        sys.stdout.flush()
+    except W4PackError as err:
+        _leave(err, as_json=bool(given.get("as_json")))
+    except BrokenPipeError:
+        _quiet_exit()
+    except KeyboardInterrupt:
+        from w4pack.convert.errors import EXIT_SIGINT
+
+        _leave(_interrupted(EXIT_SIGINT), as_json=bool(given.get("as_json")))
+    except (click.ClickException, click.exceptions.Exit, SystemExit):
+        raise
+    except Exception as err:
+        if given.get("debug"):
+            raise
+        _leave(_bug(err), as_json=bool(given.get("as_json")))
+
+
+def _interrupted(code: int) -> W4PackError:
+    err = W4PackError("stopped by a signal", code="interrupted")
+    err.exit_code = code
+    return err
+
+
+def _leave(err: W4PackError, *, as_json: bool) -> NoReturn:
+    with contextlib.suppress(BrokenPipeError):
+        if as_json:
+            import json
+
+            print(json.dumps({"schema": 1, **err.to_json()}), flush=True)
+        else:
+            print(f"error: {err}", file=sys.stderr, flush=True)
+    sys.exit(err.exit_code)
+
+
+def _bug(err: Exception) -> W4PackError:
+    """Save the traceback of an unexpected error and describe it in one line."""
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="w4pack-", suffix=".log", delete=False) as file:
+        file.write("".join(traceback.format_exception(err)))
+    return W4PackError(
+        f"an unexpected error, which is a bug in w4pack: {type(err).__name__}: {err}".partition("\n")[0],
+        code="bug",
+        where=file.name,
+        hint="report it with that file; `--debug` prints it",
+    )
+
+
+def _quiet_exit() -> NoReturn:
+    """Nobody reads any more: end without a word (and without Python's own complaint at exit)."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(EXIT_OK)
+
+
+def _stop_flag() -> Any:
+    """Return a flag that SIGINT and SIGTERM set; workers stop at the next block."""
+    from w4pack.convert.jobs.execute import StopFlag
+
+    flag = StopFlag()
+
+    def stop(signum: int, frame: object) -> None:
+        flag.signum = signum
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop)
+    return flag
+
+
+def main() -> None:
+    """Entry point of the ``w4pack`` command."""
+    try:
+        code = root.main(prog_name="w4pack", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else EXIT_OK)
+    except click.Abort:
+        sys.exit(EXIT_FAILED)
+    except click.ClickException as err:
+        _usage(err)
+
+
+def _usage(err: click.ClickException) -> NoReturn:
+    """Print a usage error, as JSON where ``--json`` was given."""
+    if "--json" in sys.argv:
+        import json
+
+        fields = {"event": "error", "code": "usage", "exit": EXIT_USAGE, "what": err.format_message(), "where": None, "expected": None, "found": None, "hint": None}
+        print(json.dumps({"schema": 1, **fields}), flush=True)
+    else:
+        err.show()
+    sys.exit(EXIT_USAGE)

@@ -1,0 +1,218 @@
+"""What each command prints. One function per command, called by the command line with its parsed options.
+
+Data goes to stdout, everything else to stderr; with ``--json`` stdout holds JSON only.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from w4pack.convert import api
+from w4pack.convert.errors import Refused, UsageError
+from w4pack.convert.events import SCHEMA, Human, JsonLines, Quiet, Reporter, size_text, time_text
+from w4pack.convert.jobs.conversion import MEMORY, Running
+from w4pack.convert.planning.options import HUB_FILE_LIMIT, ConvertOptions
+from w4pack.convert.planning.show import plan_event, text
+
+Given = Mapping[str, Any]
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def _where(given: Given) -> api.Where:
+    return api.Where(given["revision"], given["cache_dir"], given["local_files_only"])
+
+
+def _reporter(given: Given) -> Reporter:
+    if given["as_json"]:
+        return JsonLines()
+    return Quiet() if given["quiet"] else Human()
+
+
+def _running(given: Given, stop: Any, reporter: Reporter) -> Running:
+    return Running(given["threads"], given["resume"], given["overwrite"], given["strict"], reporter, stop)
+
+
+def _convert_options(given: Given) -> ConvertOptions:
+    return ConvertOptions(
+        given["to"], given["dtype"], given["max_shard_size"], given["regroup"], given["widen"], given["pad_for_tp"], given["fold_act_order"],
+        given["round_scales"], given["zero_reading"], given["source_format"], tuple(given["ignore_key"]),
+    )  # fmt: skip
+
+
+def run_convert(given: Given, stop: Any) -> None:
+    """Plan, print the plan, work, print what was done."""
+    options, out = _convert_options(given), Path(given["out"])
+    _check_sizes(given, options)
+    reporter = _reporter(given)
+    running = _running(given, stop, reporter)
+    try:
+        if given["dry_run"]:
+            _dry_run(given, options, running)
+            return
+        if given["push_to"]:
+            _preflight(given, options, running)
+        report = api.convert(given["src"], out, options=options, where=_where(given), running=running, verify_after=given["verify_after"], on_plan=lambda *made: _show_plan(given, out, *made))
+    finally:
+        reporter.close()
+    _tell_done(given, report)
+    if given["push_to"]:
+        run_push({**given, "repo_id": given["push_to"], "out": str(out)})
+
+
+def _check_sizes(given: Given, options: ConvertOptions) -> None:
+    if options.max_shard_size > HUB_FILE_LIMIT:
+        if given["push_to"]:
+            raise UsageError("the Hub takes no file of this size", where="--max-shard-size", expected=f"at most {HUB_FILE_LIMIT} bytes", found=str(options.max_shard_size))
+        if not given["as_json"]:
+            _say(f"warning: shards above {size_text(HUB_FILE_LIMIT)} cannot be uploaded to the Hub")
+
+
+def _dry_run(given: Given, options: ConvertOptions, running: Running) -> None:
+    made = api.plan(given["src"], options=options, where=_where(given), running=running)
+    _show_plan(given, Path(given["out"]), *made, dry=True)
+    if given["as_json"]:
+        running.reporter.event("done", out=None, dry_run=True)
+
+
+def _show_plan(given: Given, out: Path, plan: Any, warnings: Sequence[Any], facts: Any, source: Any, *, dry: bool = False) -> None:
+    if given["quiet"] and not (dry or given["as_json"]):
+        return
+    event = plan_event(plan, warnings, facts, source, MEMORY)
+    if given["as_json"]:
+        JsonLines().event("plan", **event)
+        return
+    print(text(event, plan, out), file=sys.stdout if dry else sys.stderr, flush=True)
+    if dry:
+        _say(*(f"warning: {w['text']}" for w in event["warnings"]))
+
+
+def _tell_done(given: Given, report: Any) -> None:
+    fields = {
+        "out": str(report.out), "target": report.target, "lossless": report.lossless, "bytes": report.plan.output_bytes,
+        "seconds": round(report.seconds, 3), "relative_errors": dict(report.errors), "warnings": len(report.warnings),
+    }  # fmt: skip
+    if given["as_json"]:
+        JsonLines().event("done", **fields)
+        return
+    if given["quiet"]:
+        return
+    for name, error in report.errors.items():
+        _say(f"{name}: re-quantized, relative error {error:.3g}")
+    rate = report.plan.source_bytes / max(report.seconds, 1e-9)
+    _say(
+        f"wrote {report.out}: {size_text(fields['bytes'])} in {time_text(report.seconds)} ({size_text(int(rate))}/s), {'lossless' if report.lossless else 'not lossless'}",
+        f"next: w4pack verify {report.out} --against {given['src']}",
+    )
+
+
+def _preflight(given: Given, options: ConvertOptions, running: Running) -> None:
+    """Find out before the conversion whether the upload can work: token, rights, the card's header."""
+    from w4pack.convert.hub.push import preflight
+
+    made, _, _, source = api.plan(given["src"], options=options, where=_where(given), running=running)
+    card = api.card_for(source, made, given["src"], _where(given))
+    preflight(given["push_to"], private=given["private"], card=card)
+
+
+def run_inspect(given: Given) -> None:
+    """Print what a checkpoint is."""
+    from w4pack.convert.source.describe import text as described
+
+    value = api.inspect(given["path"], where=_where(given), thorough=given["thorough"], reporter=_question_reporter(given))
+    if given["as_json"]:
+        _print_json(value)
+    elif not given["quiet"]:
+        print(described(value), flush=True)
+
+
+def _question_reporter(given: Given) -> Reporter:
+    """Return where a question's notes go: stdout is for the answer alone."""
+    return Quiet() if given["as_json"] or given["quiet"] else Human()
+
+
+def run_check(given: Given) -> bool:
+    """Print what engines do with a checkpoint; True if every asked combination works."""
+    engines = given["engine"] or api.ENGINES
+    answers = api.check(given["path"], engines=engines, tp=given["tp"], where=_where(given), thorough=given["thorough"], reporter=_question_reporter(given))
+    ok = all(answer["ok"] for answer in answers)
+    if given["as_json"]:
+        _print_json(answers[0] if len(answers) == 1 else _together(answers, ok=ok))
+    elif not given["quiet"]:
+        print("\n".join(_check_text(answers)), flush=True)
+    return ok
+
+
+def _together(answers: Sequence[Given], *, ok: bool) -> dict[str, Any]:
+    first = answers[0]
+    return {"schema": SCHEMA, "path": first["path"], "engine": "all", "ok": ok, "evidence": first["evidence"], "bytes_read": first["bytes_read"], "engines": list(answers)}
+
+
+def _check_text(answers: Sequence[Given]) -> list[str]:
+    lines = [f"path      {answers[0]['path']}"]
+    for answer in answers:
+        lines.append(f"{answer['engine']} {answer['engine_version']}")
+        for result in answer["results"]:
+            lines.append(f"  TP {result['tp']:<4}{_verdict(result['verdict'])}")
+            lines += _blocker_lines(result["blockers"])
+        if answer["suggestion"]:
+            lines.append(f"  try: {answer['suggestion']}")
+    lines.append(f"evidence  {answers[0]['evidence']}: {size_text(answers[0]['bytes_read'])} read")
+    return lines
+
+
+def _verdict(verdict: str) -> str:
+    words = {"ok": "takes it", "refuses": "refuses it", "wrong": "loads it and computes something else", "slow": "takes it, by a slow path"}
+    return words.get(verdict, verdict)
+
+
+def _blocker_lines(blockers: Sequence[Given]) -> list[str]:
+    return [f"         {b['layer']}: {b['rule']}: expected {b['expected']}, found {b['found']}" for b in blockers]
+
+
+def run_verify(given: Given) -> bool:
+    """Print whether an output is what it should be."""
+    value = api.verify(given["out"], against=given["against"], where=_where(given), threads=given["threads"], reporter=_question_reporter(given))
+    if given["as_json"]:
+        _print_json(value)
+    elif not given["quiet"]:
+        for failure in value["failures"]:
+            print(f"differs   {failure['tensor']}: {failure['kind']}: expected {failure['expected']}, found {failure['found']}")
+        compared = f", {value['compared']} compared with {value['against']}" if value["against"] else ""
+        print(f"{'ok' if value['ok'] else 'FAILED'}        {value['tensors']} tensors{compared}, {len(value['failures'])} wrong", flush=True)
+    return bool(value["ok"])
+
+
+def run_unpack(given: Given, stop: Any) -> None:
+    """Turn an artifact back and say so."""
+    reporter = _reporter(given)
+    try:
+        count = api.unpack(given["path"], given["out"], where=_where(given), running=_running(given, stop, reporter))
+    finally:
+        reporter.close()
+    if given["as_json"]:
+        reporter.event("done", out=given["out"], tensors=count, proved=count)
+    elif not given["quiet"]:
+        _say(f"wrote {given['out']}: {count} tensors, all proved equal to the source's")
+
+
+def run_push(given: Given) -> None:
+    """Upload an output and say where it is."""
+    reporter = _reporter(given)
+    folder = Path(given["out"])
+    if not folder.is_dir():
+        raise Refused("no such folder to push", code="no-such-folder", where=given["out"])
+    report = api.push(folder, given["repo_id"], private=given["private"], reporter=reporter)
+    if given["as_json"]:
+        reporter.event("done", repo=given["repo_id"], **report.to_json())
+    elif not given["quiet"]:
+        _say(f"pushed {given['out']} to {given['repo_id']}: {report.summary()}")

@@ -1,0 +1,252 @@
+"""One conversion from source to published output, and the report of it."""
+
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from w4pack.convert.core.facts import Warning_
+from w4pack.convert.errors import OutputError, Refused, SourceError
+from w4pack.convert.events import Quiet, Reporter, warning_fields
+from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.jobs import execute, manifest, sidefiles, work
+from w4pack.convert.jobs.execute import Executor, StopFlag
+from w4pack.convert.jobs.layerjob import job_of
+from w4pack.convert.jobs.outfiles import OutFiles
+from w4pack.convert.jobs.rebuild import record, record_json
+from w4pack.convert.jobs.staging import Staging, check_apart, check_free, existing_parent
+from w4pack.convert.planning.options import ConvertOptions
+from w4pack.convert.planning.plan import Op, Plan, SourceFile, make_plan, planned_facts
+from w4pack.convert.planning.targets import TARGETS
+from w4pack.convert.source.detect import Source
+
+MEMORY = 192 << 20  # bytes above the imports that a conversion is planned to need at most (measured: benchmarks)
+HEAD_BYTES = 1 << 20  # bytes of a pickle that identify it without ``--strict``
+DISK_SLACK = 16 << 20  # bytes for manifest, journal and folders
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """How to run: none of this decides bytes. ``threads`` 0 means one per core, at most 8."""
+
+    threads: int = 0
+    resume: bool = False
+    overwrite: bool = False
+    strict: bool = False
+    reporter: Reporter = field(default_factory=Quiet)
+    stop: StopFlag = field(default_factory=StopFlag)
+
+    @property
+    def workers(self) -> int:
+        """Number of threads."""
+        return self.threads or min(len(os.sched_getaffinity(0)), 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a conversion did. ``errors``: relative Frobenius error of each re-quantized layer."""
+
+    out: Path
+    plan: Plan
+    warnings: tuple[Warning_, ...]
+    seconds: float
+    errors: Mapping[str, float]
+
+    @property
+    def lossless(self) -> bool:
+        """Claim: codes, zeros, scales and order are those of the source, bit for bit."""
+        return self.plan.lossless
+
+    @property
+    def target(self) -> str:
+        """The target, as ``--to`` names it."""
+        return self.plan.target
+
+
+class ConvertRecipe:
+    """Does the operations of a conversion plan."""
+
+    def __init__(self, source: Source, plan: Plan, *, strict: bool) -> None:
+        self.source = source
+        self.layers = {layer.name: layer for layer in source.layers}
+        self.plans = {p.source: p for p in plan.layers}
+        self.dense = {d.source: d for d in plan.dense}
+        self.layout = TARGETS[plan.target].layout
+        self.records = plan.target in manifest.TARGETS_WITH_RECORDS
+        self.strict = strict
+
+    def start(self, op: Op, out: OutFiles) -> work.OpRun:
+        """See ``work.Recipe``."""
+        run = work.OpRun(op, [])
+        if op.kind == "copy":
+            run.tasks = work.copy_tasks(self.source.checkpoint, op.source, out, out.tensors[op.outputs[0]], run.report)
+        elif op.kind == "dense":
+            run.report["sha256"] = hash_tensor(self.source.checkpoint, op.source)
+            run.tasks = work.dense_tasks(self.source, self.dense[op.source], out, out.tensors[op.outputs[0]])
+        else:
+            run.tasks = self._layer(op, out, run.report)
+        return run
+
+    def _layer(self, op: Op, out: OutFiles, report: dict[str, Any]) -> list[work.Task]:
+        plan = self.plans[op.source]
+        job = job_of(self.source.checkpoint, self.layers, plan, self.layout)
+        if self.records:
+            report["unpack"] = record_json(record(job, self.source.checkpoint, self._codes_hash(op.source)))
+        if plan.action == "dense":
+            return work.dense_layer_tasks(job, out, out.tensors[op.outputs[0]])
+        if plan.action == "regroup" or self.layout is None:
+            return work.regroup_tasks(job, out, report)
+        return work.pack_tasks(job.codes, self.layout, out, plan.name, work.encoded(job))
+
+    def _codes_hash(self, name: str) -> str | None:
+        if not self.strict:
+            return None
+        layer = self.layers[name]
+        info = layer.tensors[layer.module.grid(layer.scheme.bits).suffix]
+        return hash_tensor(self.source.checkpoint, info.name)
+
+
+def hash_tensor(checkpoint: Checkpoint, name: str) -> str:
+    """Return the sha256 of a source tensor's bytes."""
+    import hashlib
+
+    info = checkpoint.tensors[name]
+    sha = hashlib.sha256()
+    for offset in range(0, info.nbytes, 4 << 20):
+        data = bytearray(min(4 << 20, info.nbytes - offset))
+        checkpoint.read_into(info, offset, memoryview(data))
+        sha.update(data)
+    return sha.hexdigest()
+
+
+def source_files(checkpoint: Checkpoint, *, strict: bool) -> tuple[SourceFile, ...]:
+    """Identify the source's weight files: size, digest of the header, and the whole file's sha256 if ``strict``."""
+    found = []
+    for name in checkpoint.weight_files:
+        blob = checkpoint.store.blob(name)
+        found.append(SourceFile(name, blob.size, header_digest(blob), _blob_digest(blob) if strict else None))
+    return tuple(found)
+
+
+def header_digest(blob: Any) -> str:
+    """Return the sha256 of a file's first bytes: of a safetensors file, its whole header."""
+    import hashlib
+
+    prefix = bytearray(min(8, blob.size))
+    blob.read_into(0, memoryview(prefix))
+    length = int.from_bytes(prefix, "little") if blob.name.endswith(".safetensors") else HEAD_BYTES
+    head = bytearray(min(8 + length, blob.size))
+    blob.read_into(0, memoryview(head))
+    return hashlib.sha256(head).hexdigest()
+
+
+def _blob_digest(blob: Any) -> str:
+    import hashlib
+
+    sha = hashlib.sha256()
+    for offset in range(0, blob.size, 4 << 20):
+        data = bytearray(min(4 << 20, blob.size - offset))
+        blob.read_into(offset, memoryview(data))
+        sha.update(data)
+    return sha.hexdigest()
+
+
+def plan_conversion(source: Source, options: ConvertOptions, origin: Mapping[str, str] | None, running: Running) -> tuple[Plan, tuple[Warning_, ...]]:
+    """Plan without touching OUT."""
+    return make_plan(source, options, origin, source_files(source.checkpoint, strict=running.strict))
+
+
+def convert_source(source: Source, out: Path, options: ConvertOptions, origin: Mapping[str, str] | None, running: Running, *, card: Any = None, on_plan: Any = None) -> Report:
+    """Plan, execute and publish.
+
+    card     ``card(plan, errors) -> str`` makes the output's README; None: no card
+    on_plan  called with (plan, warnings, facts of the output, source) before anything is written
+
+    Raises Refused before anything is written; OutputError, SourceError, Interrupted while running. OUT appears
+    complete or not at all.
+    """
+    started = time.monotonic()
+    check_place(source, out, running)
+    plan, warnings = plan_conversion(source, options, origin, running)
+    if on_plan is not None:
+        on_plan(plan, warnings, planned_facts(source, plan), source)
+    for warning in warnings:
+        running.reporter.event("warning", **warning_fields(warning))
+    if running.resume and finished_before(out, plan):
+        return Report(out, plan, warnings, time.monotonic() - started, {})
+    written = run_plan(plan, ConvertRecipe(source, plan, strict=running.strict), out, running, lambda folder, done: _write_rest(folder, done, plan, source, card))
+    for name, report in written.reports.items():
+        if report.get("nonfinite"):
+            running.reporter.event("warning", code="nonfinite", where=name, expected="finite values", found=f"{report['nonfinite']} not finite", text=f"{name}: {report['nonfinite']} values are not finite; copied as they are, `w4pack verify` reports them")
+    errors = {n: float(r["relative_error"]) for n, r in written.reports.items() if "relative_error" in r}
+    return Report(out, plan, warnings, time.monotonic() - started, errors)
+
+
+def _write_rest(folder: Path, written: manifest.Written, plan: Plan, source: Source, card: Any) -> None:
+    checkpoint = source.checkpoint
+    original = manifest.of_store(checkpoint.store.read, checkpoint.store.files())
+    value = manifest.build(plan, source, written, original)
+    sidefiles.copy_side_files(checkpoint, folder)
+    errors = {n: r["relative_error"] for n, r in written.reports.items() if "relative_error" in r}
+    sidefiles.write_rest(folder, plan, source.config, value, card(plan, errors) if card else None)
+
+
+def check_place(source: Source, out: Path, running: Running) -> None:
+    """Raise OutputError if OUT cannot be where it is asked to be."""
+    root = getattr(source.checkpoint.store, "root", None)
+    if root is not None:
+        check_apart(Path(root), out)
+    if not running.resume:
+        check_free(out, overwrite=running.overwrite)
+
+
+def finished_before(out: Path, plan: Plan) -> bool:
+    """Tell whether OUT is already the published result of this plan; its staging folder, if left, is removed."""
+    staging = Staging(out)
+    if staging.out.exists() or not (out / manifest.NAME).is_file():
+        return False
+    if manifest.load(out).get("plan") != plan.digest:
+        return False
+    shutil.rmtree(staging.root, ignore_errors=True)
+    return True
+
+
+def check_disk(plan: Plan, staging: Staging) -> None:
+    """Raise OutputError if the file system cannot hold the output."""
+    place = existing_parent(staging.root)
+    have = sum(f.stat().st_blocks * 512 for f in staging.out.glob("*.safetensors")) if staging.out.is_dir() else 0
+    needed = plan.output_bytes + DISK_SLACK - have
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise OutputError("not enough room for the output", code="disk-full", where=str(place), expected=f"{needed:,} bytes", found=f"{free:,} bytes free", hint="free some space, or choose another OUT")
+
+
+def run_plan(plan: Plan, recipe: work.Recipe, out: Path, running: Running, write_rest: Any) -> manifest.Written:
+    """Execute a plan in the staging folder and publish it. ``write_rest(folder, written)`` adds the other files."""
+    staging = Staging(out)
+    check_disk(plan, staging)
+    try:
+        resume = staging.prepare(overwrite=running.overwrite, resume=running.resume)
+        log, earlier = execute.open_journal(staging.journal, plan, resume=resume)
+        try:
+            with OutFiles(staging.out, plan) as files:
+                executor = Executor(plan, recipe, files, log, running.reporter, running.stop)
+                executor.adopt(earlier)
+                executor.run(running.workers)
+        finally:
+            log.close()
+        written = manifest.Written(execute.tensor_hashes(executor.finished), execute.reports(plan, executor.finished))
+        write_rest(staging.out, written)
+        staging.publish(overwrite=running.overwrite)
+        return written
+    except (SourceError, Refused) as err:
+        if err.code != "resume-differs":
+            staging.discard()  # the source itself is at fault: there is nothing to go on with
+        raise
+    finally:
+        staging.close()
+
+

@@ -1,0 +1,133 @@
+"""``w4pack.json``: what was done, to what, and the hashes that prove it. Deterministic: no dates, no local paths."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from w4pack.convert.errors import SourceError
+from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.planning.decide import DensePlan, LayerPlan
+from w4pack.convert.planning.plan import FORMAT_VERSION, Plan
+from w4pack.convert.planning.record import to_plain
+from w4pack.convert.source.detect import Source
+
+NAME = "w4pack.json"
+LIMIT = 512 << 20  # bytes; the manifest of a 70B model with folded orders has a few MB
+TARGETS_WITH_RECORDS = ("marlin",)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What execution found out, by name: hashes of output tensors, reports of operations by source name."""
+
+    hashes: Mapping[str, str]
+    reports: Mapping[str, Mapping[str, Any]]
+
+
+def build(plan: Plan, source: Source, written: Written, original: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Make the manifest. ``original`` is the manifest of a source that w4pack wrote itself, or None."""
+    manifest: dict[str, Any] = {
+        "schema": 1,
+        "tool": {"name": "w4pack", "version": plan.version, "format": FORMAT_VERSION},
+        "target": plan.target,
+        "options": dict(plan.options),
+        "lossless": plan.lossless,
+        "plan": plan.digest,
+        "source": {"origin": plan.origin, "files": to_plain(plan.files)},
+    }
+    if original is not None:
+        manifest["original"] = original.get("original", original.get("source"))
+    manifest["tensors"] = {t.name: {"dtype": t.dtype, "shape": list(t.shape), "sha256": written.hashes[t.name]} for t in plan.tensors}
+    manifest["layers"] = {p.name: _layer(p, source, written) for p in plan.layers}
+    if plan.target in TARGETS_WITH_RECORDS:
+        manifest["unpack"] = _unpack(plan, source, written)
+    return manifest
+
+
+def _layer(plan: LayerPlan, source: Source, written: Written) -> dict[str, Any]:
+    layer = next(item for item in source.layers if item.name == plan.source)
+    entry: dict[str, Any] = {
+        "source": plan.source,
+        "decoded_from": f"{layer.layout} {layer.scheme.label()}",
+        "zeros": layer.zeros.kind,
+        "action": plan.action,
+        "scheme": plan.scheme.label(),
+    }
+    if plan.notes:
+        entry["notes"] = list(plan.notes)
+    if plan.reason:
+        entry["reason"] = plan.reason
+    error = written.reports.get(plan.source, {}).get("relative_error")
+    if error is not None:
+        entry["relative_error"] = error
+    return entry
+
+
+def _unpack(plan: Plan, source: Source, written: Written) -> dict[str, Any]:
+    checkpoint = source.checkpoint
+    return {
+        "layers": {p.name: written.reports[p.source]["unpack"] for p in plan.layers},
+        "dense": [_dense(d, checkpoint, written) for d in plan.dense],
+        "dropped": [{"name": n, "dtype": checkpoint.tensors[n].dtype, "shape": list(checkpoint.tensors[n].shape)} for n in plan.dropped],
+        "configs": {name: raw.decode("utf-8", "surrogateescape") for name, raw in checkpoint.raw.items()},
+    }
+
+
+def _dense(plan: DensePlan, checkpoint: Checkpoint, written: Written) -> dict[str, Any]:
+    """Say how a tensor outside the linears goes back; its source's hash is its own where the bytes travelled."""
+    info = checkpoint.tensors[plan.source]
+    entry: dict[str, Any] = to_plain(plan)
+    made = written.reports.get(plan.source, {}).get("sha256", written.hashes[plan.name])
+    return entry | {"source_shape": list(info.shape), "sha256": made}
+
+
+def dump(manifest: Mapping[str, Any]) -> bytes:
+    """Return the file's bytes."""
+    return json.dumps(manifest, indent=1, ensure_ascii=True).encode() + b"\n"
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Read the manifest of an output. Raises SourceError if there is none or it is not one."""
+    path = folder / NAME
+    try:
+        if path.stat().st_size > LIMIT:
+            raise SourceError("the manifest is too large", code="manifest", where=str(path), expected=f"at most {LIMIT} bytes")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise SourceError(
+            "not an output of w4pack: it has no manifest", code="no-manifest", where=str(path), hint=f"`w4pack inspect {folder}` says what it is"
+        ) from None
+    except (OSError, ValueError, RecursionError) as err:
+        raise SourceError("the manifest cannot be read", code="manifest", where=str(path), found=str(err).partition(chr(10))[0][:200]) from err
+    check(value, path)
+    return dict(value)
+
+
+def check(value: Any, path: Path) -> None:
+    """Raise SourceError unless the manifest has the parts every command relies on."""
+    wanted: dict[str, type] = {"tool": dict, "target": str, "options": dict, "tensors": dict, "layers": dict, "source": dict, "lossless": bool}
+    if not isinstance(value, dict):
+        raise SourceError("the manifest is not a JSON object", code="manifest", where=str(path))
+    for key, kind in wanted.items():
+        if not isinstance(value.get(key), kind):
+            raise SourceError("the manifest is incomplete", code="manifest", where=f"{path}: {key}", expected=kind.__name__, found=type(value.get(key)).__name__)
+    version = value["tool"].get("format")
+    if version != FORMAT_VERSION:
+        raise SourceError("the manifest has another version", code="manifest-version", where=str(path), expected=str(FORMAT_VERSION), found=str(version))
+    for name, entry in value["tensors"].items():
+        if not (isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list) and isinstance(entry.get("sha256"), str)):
+            raise SourceError("the manifest is damaged", code="manifest", where=f"{path}: tensors.{name}")
+
+
+def of_store(read: Any, files: Mapping[str, int]) -> dict[str, Any] | None:
+    """Return the manifest of a source that w4pack wrote, or None. ``read(name, limit)`` reads a file."""
+    if NAME not in files:
+        return None
+    try:
+        value = json.loads(read(NAME, LIMIT))
+        check(value, Path(NAME))
+    except (ValueError, SourceError, RecursionError):
+        return None
+    return dict(value)

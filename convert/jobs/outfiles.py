@@ -1,0 +1,92 @@
+"""The output's weight files while they are written: preallocated, written at planned offsets, hashed, synced."""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from w4pack.convert.jobs.staging import step, write_all, writing
+from w4pack.convert.planning.plan import OutTensor, Plan
+
+HASH_CHUNK = 4 << 20  # bytes read back at a time for hashing: stays in the page cache and in L3
+
+
+class OutFiles:
+    """Open shards of one plan below ``folder``. Writes at disjoint offsets may come from several threads."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.folder = folder
+        self.tensors = {t.name: t for t in plan.tensors}
+        self._needed = plan.output_bytes
+        self._fds: dict[str, int] = {}
+        for shard in plan.shards():
+            path = folder / shard.name
+            with writing(path, self._needed):
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                self._fds[shard.name] = fd
+                self._allocate(fd, shard.size)
+                step()
+                write_all(fd, memoryview(shard.header), 0)
+
+    def _allocate(self, fd: int, size: int) -> None:
+        """Reserve the blocks now, so that a full disk shows before hours of work."""
+        if os.fstat(fd).st_size > size:
+            os.ftruncate(fd, size)
+        if size:
+            os.posix_fallocate(fd, 0, size)
+
+    def __enter__(self) -> "OutFiles":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+
+    def write(self, tensor: OutTensor, offset: int, data: NDArray) -> None:
+        """Write contiguous bytes of a tensor from ``offset`` (bytes within the tensor) on."""
+        with writing(self.folder / tensor.shard, self._needed):
+            step()
+            write_all(self._fds[tensor.shard], memoryview(np.ascontiguousarray(data)).cast("B"), tensor.offset + offset)
+
+    def write_rect(self, tensor: OutTensor, row: int, col: int, block: NDArray) -> None:
+        """Write a rectangle of a 2-D tensor whose first element is (row, col)."""
+        width = tensor.shape[1]
+        size = block.dtype.itemsize
+        if block.shape[1] == width:
+            self.write(tensor, row * width * size, block)
+            return
+        block = np.ascontiguousarray(block)
+        fd, start = self._fds[tensor.shard], tensor.offset + (row * width + col) * size
+        with writing(self.folder / tensor.shard, self._needed):
+            step()
+            for i in range(block.shape[0]):
+                write_all(fd, memoryview(block[i]).cast("B"), start + i * width * size)
+
+    def digest(self, tensor: OutTensor) -> str:
+        """Return the sha256 of a tensor's bytes as they are in the file."""
+        return digest_range(self._fds[tensor.shard], tensor.offset, tensor.nbytes)
+
+    def sync(self, shards: Iterable[str]) -> None:
+        """Bring the data of the named shards to the disk."""
+        for name in shards:
+            with writing(self.folder / name):
+                step()
+                os.fdatasync(self._fds[name])
+
+
+def digest_range(fd: int, offset: int, nbytes: int) -> str:
+    """Return the sha256 of ``nbytes`` bytes of an open file; a short file gives another digest, never an error."""
+    sha = hashlib.sha256()
+    buffer = bytearray(min(HASH_CHUNK, nbytes))
+    view = memoryview(buffer)
+    while nbytes:
+        got = os.preadv(fd, [view[: min(len(buffer), nbytes)]], offset)
+        if got == 0:
+            break
+        sha.update(view[:got])
+        offset, nbytes = offset + got, nbytes - got
+    return sha.hexdigest()

@@ -1,0 +1,206 @@
+"""The staging folder: what is being written, beside OUT on the same file system, until one rename publishes it.
+
+    OUT.w4pack-staging/journal.jsonl   what is finished (``journal``)
+    OUT.w4pack-staging/out/            the future OUT
+
+Nothing is ever half-published: OUT appears complete by a rename, or not at all. Every step that a crash could fall
+between goes through ``step``, so that a test can stop the process at each of them.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from w4pack.convert.errors import OutputError
+
+STAGING_SUFFIX = ".w4pack-staging"
+OLD_SUFFIX = ".w4pack-old"
+EXIT_AT = "W4PACK_TEST_EXIT_AT"  # tests: leave the process, without any cleanup, at the n-th step
+TEST_EXIT_CODE = 99
+
+_steps = 0
+
+
+def step() -> None:
+    """Count one write, fsync or rename; stop the process here if a test asks for it."""
+    global _steps
+    wanted = os.environ.get(EXIT_AT)
+    if wanted is None:
+        return
+    _steps += 1
+    if _steps >= int(wanted):
+        os._exit(TEST_EXIT_CODE)
+
+
+def output_error(err: OSError, path: Path, needed: int | None = None) -> OutputError:
+    """Turn an OSError at ``path`` into the error a user can act on."""
+    if err.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(existing_parent(path)).free
+        found = f"{free:,} bytes free" + (f", {needed:,} bytes still to write" if needed is not None else "")
+        return OutputError(
+            "the disk is full",
+            code="disk-full",
+            where=str(path),
+            expected="room for the whole output",
+            found=found,
+            hint="free some space, then run the same command with `--resume`",
+        )
+    return OutputError(f"cannot write the output: {os.strerror(err.errno or 0).lower()}", code="cannot-write", where=str(path))
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the nearest folder above ``path`` that exists."""
+    for folder in (path, *path.parents):
+        if folder.is_dir():
+            return folder
+    return Path("/")
+
+
+@contextlib.contextmanager
+def writing(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Translate OSErrors of the block into OutputError."""
+    try:
+        yield
+    except OSError as err:
+        raise output_error(err, path, needed) from err
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync a folder, so that names in it survive a crash."""
+    step()
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file and fsync it. The mode is that of an ordinary file: 0666 less the umask."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        step()
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            write_all(fd, memoryview(data), 0)
+            step()
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``, however often the kernel stops short."""
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+class Staging:
+    """The staging folder of one OUT, locked against a second process."""
+
+    def __init__(self, out: Path) -> None:
+        self.target = out
+        self.root = out.parent / (out.name + STAGING_SUFFIX)
+        self.out = self.root / "out"
+        self.journal = self.root / "journal.jsonl"
+        self.old = out.parent / (out.name + OLD_SUFFIX)
+        self._lock: int | None = None
+
+    def prepare(self, *, overwrite: bool, resume: bool) -> bool:
+        """Make or re-enter the folder. Returns True if an earlier run's work is there to resume.
+
+        Raises OutputError if OUT has content and ``overwrite`` is not given, or if another process is at work.
+        """
+        with writing(self.target):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            if not self.target.exists() and self.old.is_dir():
+                step()
+                self.old.rename(self.target)  # an overwrite died between its two renames
+        found = self.root.is_dir()
+        check_free(self.target, overwrite=overwrite or (resume and found and not self.out.exists()))
+        with writing(self.root):
+            self.root.mkdir(exist_ok=True)
+            self._take_lock()
+            if found and not resume:
+                self._empty()
+            self.out.mkdir(exist_ok=True)
+        return found and resume and self.journal.is_file()
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            self._lock = None
+            raise OutputError(
+                "another process is writing this output", code="locked", where=str(self.root), hint="wait for it to end, or choose another OUT"
+            ) from None
+
+    def _empty(self) -> None:
+        """Remove an earlier run's work; the folder itself stays, as the lock is on it."""
+        self.journal.unlink(missing_ok=True)
+        if self.out.exists():
+            shutil.rmtree(self.out)
+
+    def publish(self, *, overwrite: bool) -> None:
+        """Make OUT appear: fsync everything, move an old OUT aside, rename, remove what is left."""
+        with writing(self.target):
+            for folder, _, _ in os.walk(self.out, topdown=False):
+                sync_folder(Path(folder))
+            had_old = overwrite and self.target.exists() and any(self.target.iterdir())
+            if had_old:
+                step()
+                self.target.rename(self.old)
+            step()
+            self.out.rename(self.target)
+            sync_folder(self.target.parent)
+            if self.old.exists():
+                step()
+                shutil.rmtree(self.old)
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove the staging folder: the work is published, or cannot be continued."""
+        step()
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock; the folder stays for ``--resume``."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def check_free(out: Path, *, overwrite: bool) -> None:
+    """Raise OutputError unless OUT is new, an empty folder, or may be replaced."""
+    if out.is_symlink() and not out.exists():
+        raise OutputError("OUT is a link to nothing", code="output-exists", where=str(out))
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise OutputError("OUT is a file", code="output-exists", where=str(out), expected="a new or an empty folder", found="a file")
+    if any(out.iterdir()) and not overwrite:
+        raise OutputError(
+            "OUT is not empty",
+            code="output-exists",
+            where=str(out),
+            expected="a new or an empty folder",
+            found="a folder with content",
+            hint="choose another folder, or replace this one with `--overwrite`",
+        )
+
+
+def check_apart(source: Path, out: Path) -> None:
+    """Raise OutputError if OUT lies in SRC, is SRC, or holds SRC: the source is never written."""
+    src, dst = source.resolve(), out.resolve()
+    if src == dst or src in dst.parents or dst in src.parents:
+        raise OutputError("OUT and SRC overlap", code="output-in-source", where=str(out), expected="a folder apart from the source", found=f"source {source}")
+
+

@@ -1,0 +1,182 @@
+"""Operations of a plan as pieces of work: each is a list of small tasks that any thread may run, in any order."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from w4pack.convert import formats
+from w4pack.convert.core import bitpack, dtypes, rtn
+from w4pack.convert.core.dequant import dequantize
+from w4pack.convert.core.quantlinear import GroupParams
+from w4pack.convert.errors import Refused
+from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.jobs.codes import Block, CodeMap, blocks
+from w4pack.convert.jobs.layerjob import LayerJob, column_map, fold_order
+from w4pack.convert.jobs.outfiles import OutFiles
+from w4pack.convert.planning.decide import DensePlan
+from w4pack.convert.planning.plan import Op, OutTensor, stored_size
+from w4pack.convert.source.detect import Source
+
+COPY_CHUNK = 4 << 20  # bytes
+DENSE_CODES = 1 << 20  # codes per dequantized block: 4 MiB of float32
+
+Task = Callable[[], None]
+
+
+@dataclass(slots=True)
+class OpRun:
+    """One operation being done. ``report`` collects what the manifest and the report need of it."""
+
+    op: Op
+    tasks: list[Task]
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class Recipe(Protocol):
+    """What an executor needs to know of a job: how to do one operation."""
+
+    def start(self, op: Op, out: OutFiles) -> OpRun:
+        """Read the small inputs of ``op`` and return its tasks."""
+        ...
+
+
+def copy_tasks(checkpoint: Checkpoint, source: str, out: OutFiles, target: OutTensor, report: dict[str, Any]) -> list[Task]:
+    """Copy a tensor's bytes, and count values that are not finite on the way."""
+    info = checkpoint.tensors[source]
+    item = dtypes.numpy_dtype(info.dtype)
+
+    def chunk(offset: int) -> None:
+        size = min(COPY_CHUNK, info.nbytes - offset)
+        data = np.empty(size, np.uint8)
+        checkpoint.read_into(info, offset, memoryview(data))
+        if info.dtype in dtypes.FLOAT_TAGS:
+            bad = int(dtypes.nonfinite(data.view(item), info.dtype).sum())
+            if bad:
+                report["nonfinite"] = report.get("nonfinite", 0) + bad
+        out.write(target, offset, data)
+
+    return [lambda offset=offset: chunk(offset) for offset in range(0, info.nbytes, COPY_CHUNK)] or [lambda: None]
+
+
+def dense_tasks(source: Source, plan: DensePlan, out: OutFiles, target: OutTensor) -> list[Task]:
+    """Rebuild a tensor outside the quantized linears: rows re-ordered, sizes padded with zeros."""
+    checkpoint = source.checkpoint
+    info = checkpoint.tensors[plan.source]
+    layers = {layer.name: layer for layer in source.layers}
+
+    def whole() -> None:
+        order = fold_order(checkpoint, layers, plan.rows_from)
+        rows = column_map(order, plan.halves, info.shape[0], plan.shape[0])
+        out.write(target, 0, reordered(checkpoint.read(plan.source), rows, plan.shape))
+
+    return [whole]
+
+
+def reordered(values: NDArray, rows: NDArray[np.int32] | None, shape: tuple[int, ...]) -> NDArray:
+    """Return ``values`` with its rows taken by ``rows`` (PADDING: zeros) and cut or padded with zeros to ``shape``."""
+    made = np.zeros(shape, values.dtype)
+    cut = tuple(slice(0, min(have, want)) for have, want in zip(values.shape[1:], shape[1:], strict=True))
+    if rows is None:
+        keep = min(values.shape[0], shape[0])
+        made[(slice(0, keep), *cut)] = values[(slice(0, keep), *cut)]
+    else:
+        real = rows >= 0
+        made[(real, *cut)] = values[rows[real]][(slice(None), *cut)]
+    return made
+
+
+def pack_tasks(code_map: CodeMap, layout_name: str, out: OutFiles, name: str, small: Mapping[str, NDArray]) -> list[Task]:
+    """Write a layer that stays packed: its small tensors, then its codes block by block."""
+    layout, scheme = formats.get(layout_name), code_map.out
+    grid = layout.grid(scheme.bits)
+    target = out.tensors[f"{name}.{grid.suffix}"]
+
+    def small_tensors() -> None:
+        for suffix, array in small.items():
+            out.write(out.tensors[f"{name}.{suffix}"], 0, array)
+
+    def codes(block: Block) -> None:
+        packed = layout.pack(code_map.words(block), scheme.bits)
+        k, n = block.k0 // grid.k_unit * grid.k_elems, block.n0 // grid.n_unit * grid.n_elems
+        out.write_rect(target, *((k, n) if grid.k_axis == 0 else (n, k)), packed)
+
+    rows, cols = stored_size(layout_name, scheme)
+    return [small_tensors, *(lambda b=b: codes(b) for b in blocks(code_map, grid, rows, cols))]
+
+
+def dense_layer_tasks(job: LayerJob, out: OutFiles, target: OutTensor) -> list[Task]:
+    """Write a layer as a plain matrix (N, K): the product rounded once to the tensor's dtype."""
+    code_map, tag = job.codes, target.dtype
+    scheme = code_map.out
+    grid = formats.Grid("weight", tag, 1, 1, 1, 1, 1)
+
+    def one(block: Block) -> None:
+        weights = dense_block(job, block, tag)
+        if tag == "F16" and bool(dtypes.nonfinite(weights, tag).any()):
+            raise Refused(
+                "a weight is too large for float16", code="overflow", where=target.name, expected="|(q - z) * scale| below 65520", found="a larger product", hint="`--dtype bfloat16` holds it, and so do the packed targets"
+            )
+        out.write_rect(target, block.n0, block.k0, weights)
+
+    return [lambda b=b: one(b) for b in blocks(code_map, grid, scheme.in_features, scheme.out_features, DENSE_CODES)]
+
+
+def dense_block(job: LayerJob, block: Block, tag: str) -> NDArray:
+    """Return the weights (N, K) of a block, rounded once to ``tag``."""
+    return np.ascontiguousarray(weights_of(job.codes, job.params, block, tag).T)
+
+
+def weights_of(code_map: CodeMap, params: GroupParams, block: Block, tag: str) -> NDArray:
+    """Return the weights (K, N) of a block, rounded once to ``tag``."""
+    codes = bitpack.unpack_rows(code_map.words(block), code_map.out.bits, block.k1 - block.k0)
+    zeros = None if params.zeros is None else params.zeros[:, block.n0 : block.n1]
+    columns = GroupParams(params.scales[:, block.n0 : block.n1], zeros, params.group)
+    return dequantize(codes, columns, code_map.out, tag, block.k0)
+
+
+def regroup_tasks(job: LayerJob, out: OutFiles, report: dict[str, Any]) -> list[Task]:
+    """Re-quantize a layer in natural row order, a band of columns at a time. Scales are written when all are known."""
+    if job.layout is None:
+        raise ValueError("a packed layer needs a layout")
+    layout, scheme = formats.get(job.layout), job.plan.scheme
+    grid = layout.grid(scheme.bits)
+    target = out.tensors[f"{job.plan.name}.{grid.suffix}"]
+    quantizer = replace(scheme, sym=True) if job.layer.scheme.sym else scheme
+    scales = np.empty((scheme.groups, scheme.out_features), dtypes.numpy_dtype(scheme.scale_dtype))
+    zeros = np.full(scales.shape, scheme.midpoint, np.uint8)
+    sums = np.zeros(2)
+
+    def whole() -> None:
+        width = max(DENSE_CODES // scheme.in_features // 64, 1) * 64
+        for n0 in range(0, scheme.out_features, width):
+            band = Block(0, scheme.in_features, n0, min(n0 + width, scheme.out_features))
+            found = rtn.quantize(weights_of(job.codes, job.params, band, "F32"), quantizer)
+            scales[:, band.n0 : band.n1] = found.scales
+            if found.zeros is not None:
+                zeros[:, band.n0 : band.n1] = found.zeros
+            sums[:] += (found.squared_error, found.squared_norm)
+            packed = layout.pack(bitpack.pack_rows(found.codes, scheme.bits), scheme.bits)
+            n = n0 // grid.n_unit * grid.n_elems
+            out.write_rect(target, *((0, n) if grid.k_axis == 0 else (n, 0)), packed)
+        params = GroupParams(scales, None if scheme.sym else zeros, None)
+        for suffix, array in layout.encode_params(params, scheme).items():
+            out.write(out.tensors[f"{job.plan.name}.{suffix}"], 0, array)
+        report["relative_error"] = float(np.sqrt(sums[0] / sums[1])) if sums[1] else 0.0
+
+    return [whole]
+
+
+def zero_tasks(out: OutFiles, target: OutTensor) -> list[Task]:
+    """Write a tensor of zero bytes."""
+    return [lambda: out.write(target, 0, np.zeros(target.nbytes, np.uint8))]
+
+
+def encoded(job: LayerJob) -> dict[str, NDArray]:
+    """Return the small tensors of a packed layer in the target's form, scales in their stored dtype."""
+    if job.layout is None:
+        raise ValueError("a packed layer needs a layout")
+    made: dict[str, NDArray] = formats.get(job.layout).encode_params(job.params, job.plan.scheme)
+    return made

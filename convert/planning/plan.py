@@ -1,0 +1,266 @@
+"""The plan: every byte of the output and where it comes from, fixed from headers and small tensors alone.
+
+Dry run, estimate, execution, resume, verification and unpacking read this one value. It is plain data: it goes to
+JSON and back, and its digest identifies the job.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from w4pack import __version__
+from w4pack.convert import dialects, formats
+from w4pack.convert.core import dtypes
+from w4pack.convert.core.facts import DenseFacts, LayerFacts, ModelFacts, Warning_
+from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.files import tensorfile
+from w4pack.convert.files.tensorfile import Shard, TensorInfo
+from w4pack.convert.planning.decide import DensePlan, LayerPlan, decide
+from w4pack.convert.planning.options import ConvertOptions
+from w4pack.convert.planning.record import from_plain, to_plain
+from w4pack.convert.planning.targets import TARGETS
+from w4pack.convert.source.detect import Source
+
+FORMAT_VERSION = 1
+EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embed_positions", "tok_embeddings")
+
+
+@dataclass(frozen=True, slots=True)
+class OutTensor:
+    """One tensor of the output: dtype tag, shape, shard file, offset in it and size in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One step: ``copy`` a tensor's bytes, rebuild a ``dense`` tensor, write ``zeros``, or make a ``layer``.
+
+    source   name of a tensor (copy, dense) or of a module (layer)
+    outputs  names of the tensors it makes
+    """
+
+    kind: Literal["copy", "dense", "zeros", "layer"]
+    source: str
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """Identity of one source file. ``sha256`` only with ``--strict``."""
+
+    name: str
+    size: int
+    header: str
+    sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that decides the output's bytes.
+
+    options         those that differ from their defaults
+    origin          Hub id and revision, or None for a folder (a local path is never recorded)
+    quant_config    the block that replaces the source's, or None
+    config_changes  other top-level keys of config.json that change
+    """
+
+    version: str
+    target: str
+    options: Mapping[str, Any]
+    origin: Mapping[str, str] | None
+    files: tuple[SourceFile, ...]
+    layers: tuple[LayerPlan, ...]
+    dense: tuple[DensePlan, ...]
+    dropped: tuple[str, ...]
+    config_changes: Mapping[str, Any]
+    quant_config: Mapping[str, Any] | None
+    tensors: tuple[OutTensor, ...]
+    ops: tuple[Op, ...]
+    lossless: bool
+    source_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        value: dict[str, Any] = to_plain(self)
+        return value
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Plan":
+        """Rebuild a plan. Raises ValueError on anything but the result of ``to_json``."""
+        return from_plain(cls, value)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the plan's JSON: equal digests mean equal bytes from equal source data."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors)
+
+    def shards(self) -> list[Shard]:
+        """Rebuild the shard files with their headers."""
+        by_file: dict[str, list[TensorInfo]] = {}
+        for t in self.tensors:
+            by_file.setdefault(t.shard, []).append(TensorInfo(t.name, t.dtype, t.shape, t.shard, t.offset, t.nbytes))
+        return [tensorfile.place(name, infos) for name, infos in by_file.items()]
+
+
+def layer_specs(plan: LayerPlan, target_layout: str | None, dense_tag: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return suffix -> (dtype, shape) of the tensors a layer becomes."""
+    scheme = plan.scheme
+    if plan.action == "dense" or target_layout is None:
+        return {"weight": (dense_tag, (scheme.out_features, scheme.in_features))}
+    specs: dict[str, tuple[str, tuple[int, ...]]] = formats.get(target_layout).specs(scheme)
+    return specs
+
+
+def make_plan(source: Source, options: ConvertOptions, origin: Mapping[str, str] | None, files: tuple[SourceFile, ...]) -> tuple[Plan, tuple[Warning_, ...]]:
+    """Plan a conversion. Returns the plan and every warning. Raises the refusals, all of them at once."""
+    options.check()
+    decisions = decide(source, options)
+    target = TARGETS[options.to]
+    tensors: list[TensorInfo] = []
+    groups: dict[str, str] = {}
+    ops: list[Op] = []
+    infos = source.checkpoint.tensors
+    for dense in decisions.dense:
+        info = infos[dense.source]
+        tensors.append(tensorfile.new_tensor(dense.name, info.dtype, dense.shape))
+        kind: Literal["copy", "dense"] = "copy" if dense.is_copy and dense.shape == info.shape else "dense"
+        ops.append(Op(kind, dense.source, (dense.name,)))
+    for layer in decisions.layers:
+        names = []
+        for suffix, (dtype, shape) in layer_specs(layer, target.layout, dense_tag(source, layer, options)).items():
+            names.append(f"{layer.name}.{suffix}")
+            tensors.append(tensorfile.new_tensor(names[-1], dtype, shape))
+        groups.update(dict.fromkeys([*names, f"{layer.name}.bias"], layer.name))
+        ops.append(Op("layer", layer.source, tuple(names)))
+    shards = tensorfile.plan_shards(tensors, options.max_shard_size, groups)
+    placed = [OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors]
+    place_of = {t.name: (t.shard, t.offset) for t in placed}
+    ops.sort(key=lambda op: min(place_of[name] for name in op.outputs))
+    plan = Plan(
+        version=__version__,
+        target=options.to,
+        options=options.chosen(),
+        origin=origin,
+        files=files,
+        layers=decisions.layers,
+        dense=decisions.dense,
+        dropped=decisions.dropped,
+        config_changes=_config_changes(source, options, decisions.config_changes),
+        quant_config=_quant_config(source, decisions.layers, decisions.dense, options),
+        tensors=tuple(placed),
+        ops=tuple(ops),
+        lossless=decisions.lossless,
+        source_bytes=sum(t.nbytes for t in infos.values()),
+    )
+    return plan, (*source.warnings, *decisions.warnings)
+
+
+def dense_tag(source: Source, layer: LayerPlan, options: ConvertOptions) -> str:
+    """Return the dtype tag of a dequantized layer: ``--dtype``, else the model's dtype, else the scales'."""
+    if options.dtype is not None:
+        return dtypes.TAG_OF_NAME[options.dtype]
+    for key in ("dtype", "torch_dtype"):
+        named = source.config.get(key)
+        if isinstance(named, str) and named in dtypes.TAG_OF_NAME:
+            return dtypes.TAG_OF_NAME[named]
+    return layer.scheme.scale_dtype
+
+
+def _config_changes(source: Source, options: ConvertOptions, sizes: Mapping[str, int]) -> dict[str, Any]:
+    changes: dict[str, Any] = dict(sizes)
+    if options.to == "dense" and options.dtype is not None:
+        for key in ("dtype", "torch_dtype"):
+            if key in source.config:
+                changes[key] = options.dtype
+        if not any(key in source.config for key in ("dtype", "torch_dtype")):
+            changes["dtype"] = options.dtype
+    return changes
+
+
+def stored_size(target_layout: str, scheme: QuantScheme) -> tuple[int, int]:
+    """Return (stored in_features, stored out_features): larger than the real ones only where a layout pads."""
+    if not TARGETS.get("marlin", None) or target_layout != TARGETS["marlin"].layout:
+        return scheme.in_features, scheme.out_features
+    return -(-scheme.in_features // 64) * 64, -(-scheme.out_features // 64) * 64
+
+
+def _quant_config(source: Source, layers: tuple[LayerPlan, ...], dense: tuple[DensePlan, ...], options: ConvertOptions) -> dict[str, Any] | None:
+    target = TARGETS[options.to]
+    if target.layout is None or target.dialect is None:
+        return None
+    packed = {p.name: p.scheme for p in layers if p.action != "dense"}
+    left = [p.name for p in layers if p.action == "dense"]
+    plain = [d.name.removesuffix(".weight") for d in dense if d.name.endswith(".weight") and len(d.shape) == 2]
+    linears = [n for n in plain if n.rpartition(".")[2] not in EMBEDDINGS]
+    stored = {n: stored_size(target.layout, s) for n, s in packed.items()}
+    padded = {n: size for n, size in stored.items() if size != (packed[n].in_features, packed[n].out_features)}
+    same = source.claims is not None and source.claims.method == target.dialect
+    carried = (source.claims.carried or {}) if same and source.claims else {}
+    model = dialects.TargetModel(packed, tuple(sorted({*left, *linears})), padded, carried, __version__)
+    dialect = dialects.get(target.dialect)
+    block: dict[str, Any] = dialect.write_legacy_marlin(model) if target.layout == "marlin-legacy" else dialect.write(model)
+    return block
+
+
+def output_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return config.json of the output: the source's keys in their order, changed only where the plan says so."""
+    result: dict[str, Any] = {}
+    for key, value in config.items():
+        if key == "compression_config":
+            continue
+        if key == "quantization_config":
+            if plan.quant_config is not None:
+                result[key] = dict(plan.quant_config)
+        else:
+            result[key] = plan.config_changes.get(key, value)
+    if plan.quant_config is not None and "quantization_config" not in result:
+        result["quantization_config"] = dict(plan.quant_config)
+    for key, value in plan.config_changes.items():
+        result.setdefault(key, value)
+    return result
+
+
+def planned_facts(source: Source, plan: Plan) -> ModelFacts:
+    """Describe the output as if it lay in a folder: what engine rules are applied to before anything is written."""
+    target = TARGETS[plan.target]
+    layers, dense = [], [DenseFacts(d.name, source.checkpoint.tensors[d.source].dtype, d.shape) for d in plan.dense]
+    biases = {d.name for d in plan.dense if d.name.endswith(".bias")}
+    for p in plan.layers:
+        if p.action == "dense" or target.layout is None:
+            dense.append(DenseFacts(f"{p.name}.weight", p.scheme.scale_dtype, (p.scheme.out_features, p.scheme.in_features)))
+            continue
+        s = p.scheme
+        stored = stored_size(target.layout, s)
+        layers.append(
+            LayerFacts(p.name, target.layout, s.bits, s.group_size, s.sym, "groups" if s.act_order else "none", s.in_features, s.out_features, *stored, s.scale_dtype, f"{p.name}.bias" in biases)
+        )
+    files = ("config.json", *sorted({t.shard for t in plan.tensors}))
+    return ModelFacts(
+        config=output_config(source.config, plan),
+        quant_config=plan.quant_config,
+        quant_file="config.json" if plan.quant_config else None,
+        layers=tuple(layers),
+        dense=tuple(dense),
+        total_bytes=plan.output_bytes,
+        files=files,
+        weight_files=files[1:],
+    )
+
+
+def without_hashes(plan: Plan) -> Plan:
+    """Return the plan without source hashes, to compare a strict run with one that is not."""
+    return replace(plan, files=tuple(replace(f, sha256=None) for f in plan.files))

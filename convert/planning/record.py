@@ -1,0 +1,68 @@
+"""Plain dataclasses to JSON and back, for the plan and the manifest: closed types only, nothing is guessed."""
+
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def to_plain(value: Any) -> Any:
+    """Turn nested dataclasses, tuples and mappings into JSON values. Order is kept, so equal values give equal text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def from_plain(kind: type[T], value: Any) -> T:
+    """Rebuild a dataclass from ``to_plain``'s result. Raises ValueError on missing, unknown or mistyped fields."""
+    result: T = _build(kind, value, kind.__name__)
+    return result
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    origin = get_origin(kind)
+    if is_dataclass(kind):
+        return _dataclass(kind, value, where)
+    if origin in (types.UnionType, Union):
+        return _union(kind, value, where)
+    if origin is tuple:
+        return tuple(_build(get_args(kind)[0], item, where) for item in _expect(value, list, where))
+    if origin is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{where}: expected one of {get_args(kind)}, found {value!r}")
+        return value
+    if kind is Any:
+        return value
+    if origin is not None and issubclass(origin, Mapping):
+        inner = get_args(kind)[1]
+        return {key: _build(inner, item, f"{where}.{key}") for key, item in _expect(value, dict, where).items()}
+    return _expect(value, kind, where)
+
+
+def _expect(value: Any, kind: type, where: str) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{where}: expected {kind.__name__}, found {type(value).__name__}")
+    return value
+
+
+def _union(kind: Any, value: Any, where: str) -> Any:
+    if value is None:
+        return None
+    return _build(next(arg for arg in get_args(kind) if arg is not type(None)), value, where)
+
+
+def _dataclass(kind: Any, value: Any, where: str) -> Any:
+    known = get_type_hints(kind)
+    given = _expect(value, dict, where)
+    names = [f.name for f in fields(kind)]
+    if set(given) != set(names):
+        raise ValueError(f"{where}: expected fields {names}, found {sorted(given)}")
+    return kind(**{name: _build(known[name], given[name], f"{where}.{name}") for name in names})

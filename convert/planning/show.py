@@ -1,0 +1,135 @@
+"""The plan in words: what it is, what it becomes, whether that is lossless, what stays, what it needs, who takes it."""
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from w4pack.convert.core.facts import ModelFacts, Warning_
+from w4pack.convert.errors import name_some
+from w4pack.convert.events import size_text, time_text
+from w4pack.convert.planning.plan import Plan
+from w4pack.convert.planning.targets import TARGETS
+from w4pack.convert.source.detect import Source
+
+TPS = (1, 2, 4, 8)
+ENGINES = ("w4pack", "vllm", "sglang", "transformers")
+RATE = 400 << 20  # bytes of output per second that a plan's time estimate assumes (two cores, a local disk)
+
+
+def engine_answers(facts: ModelFacts) -> dict[str, list[int]]:
+    """Return for each engine the tensor parallelisms at which it takes the planned output."""
+    from w4pack.convert.engines import rules
+
+    return {engine: [tp for tp in TPS if rules.evaluate(facts, engine, tp).ok] for engine in ENGINES}
+
+
+def plan_event(plan: Plan, warnings: Sequence[Warning_], facts: ModelFacts, source: Source, memory: int) -> dict[str, Any]:
+    """Return the fields of the ``plan`` event: the whole plan and what was concluded from it."""
+    left = {p.name: p.reason for p in plan.layers if p.action != "pack"}
+    return {
+        "digest": plan.digest,
+        "source": source_line(source),
+        "target": plan.target,
+        "lossless": plan.lossless,
+        "bytes_read": plan.source_bytes,
+        "bytes_written": plan.output_bytes,
+        "bytes_added": plan.output_bytes - plan.source_bytes,
+        "memory": memory,
+        "disk": plan.output_bytes,
+        "shards": len({t.shard for t in plan.tensors}),
+        "left_in_16_bit": left if TARGETS[plan.target].layout else {},
+        "notes": notes(plan),
+        "engines": engine_answers(facts),
+        "warnings": [{"code": w.code, "where": w.where, "expected": w.expected, "found": w.found, "text": w.text()} for w in warnings],
+        "plan": plan.to_json(),
+    }
+
+
+def source_line(source: Source) -> str:
+    """Return the source in one line: format, schemes, act-order."""
+    if not source.layers:
+        return "no quantized layers"
+    kinds = Counter((layer.layout, layer.scheme.bits, layer.scheme.group_size, layer.scheme.sym) for layer in source.layers)
+    (layout, bits, group, sym), _ = kinds.most_common(1)[0]
+    ordered = sum(layer.order.is_real for layer in source.layers)
+    group_text = "per channel" if group == -1 else f"g{group}"
+    more = f" (and {len(kinds) - 1} other schemes)" if len(kinds) > 1 else ""
+    zeros = Counter(layer.zeros.kind for layer in source.layers).most_common(1)[0][0]
+    version = f" {zeros}" if layout == "gptq" and zeros in ("v1", "v2") else ""
+    return f"{layout}{version}, {bits} bit, {group_text}, {'symmetric' if sym else 'asymmetric'}{more}, act-order in {ordered} of {len(source.layers)} layers"
+
+
+def notes(plan: Plan) -> dict[str, int]:
+    """Return every kind of transformation with the number of layers it touches."""
+    counts: Counter[str] = Counter()
+    for layer in plan.layers:
+        counts.update(layer.notes)
+    if plan.dropped:
+        counts["all-zero biases that the architecture lacks left out"] = len(plan.dropped)
+    return dict(counts)
+
+
+def text(event: Mapping[str, Any], plan: Plan, out: Path) -> str:
+    """Return the human form of the plan."""
+    packed = [p for p in plan.layers if p.action == "pack"]
+    target = TARGETS[plan.target]
+    lines = [
+        f"source    {event['source']}    {size_text(event['bytes_read'])}",
+        f"target    {plan.target}    {size_text(event['bytes_written'])} in {event['shards']} shard{'s' if event['shards'] > 1 else ''} ({_signed(event['bytes_added'])})",
+        f"lossless  {_lossless(plan)}",
+        f"as is     {len(plan.dense)} tensors outside the quantized linears",
+        f"padded    {_padded(event, packed, plan)}",
+    ]
+    lines += [f"{'layers' if i == 0 else '':<10}{count} x {note}" for i, (note, count) in enumerate(event["notes"].items())]
+    lines += _left(event["left_in_16_bit"])
+    lines += [f"config    {key}: {value}" for key, value in plan.config_changes.items()]
+    if target.note:
+        lines.append(f"note      {target.note}")
+    lines.append("engines   " + "   ".join(_engine(name, tps) for name, tps in event["engines"].items()))
+    free = shutil.disk_usage(_existing(out)).free
+    lines.append(
+        f"needs     {size_text(event['disk'])} disk at {out} ({size_text(free)} free), at most {size_text(event['memory'])} memory beside the interpreter, about {time_text(max(event['bytes_written'] / RATE, 1))}"
+    )
+    return "\n".join(lines)
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
+
+def _signed(nbytes: int) -> str:
+    if nbytes == 0:
+        return "same size"
+    return f"{'+' if nbytes > 0 else '-'}{size_text(abs(nbytes))}"
+
+
+def _lossless(plan: Plan) -> str:
+    if plan.lossless:
+        return "yes: codes, zeros, scales and order are kept bit for bit (`w4pack verify --against` proves it)"
+    if plan.target == "dense":
+        return "no: each weight is the exact product, rounded once"
+    lossy = [p for p in plan.layers if p.action != "pack"]
+    return f"no: {len(lossy)} layers are not kept bit for bit, the others are" if lossy else "no: scales are rounded"
+
+
+def _padded(event: Mapping[str, Any], packed: Iterable[Any], plan: Plan) -> str:
+    from w4pack.convert.planning.plan import stored_size
+
+    layout = TARGETS[plan.target].layout
+    if layout is None:
+        return "none"
+    names = [p.name for p in packed if stored_size(layout, p.scheme) != (p.scheme.in_features, p.scheme.out_features)]
+    return f"{len(names)} layers to multiples of 64, with zero weights: {name_some(names)}" if names else "none"
+
+
+def _left(left: Mapping[str, str | None]) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        reasons.setdefault(reason or "", []).append(name)
+    return [f"{'not kept' if i == 0 else '':<10}{name_some(names)}: {reason}" for i, (reason, names) in enumerate(reasons.items())]
+
+
+def _engine(name: str, tps: Sequence[int]) -> str:
+    return f"{name} TP {','.join(map(str, tps))}" if tps else f"{name} no"

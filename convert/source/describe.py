@@ -1,0 +1,120 @@
+"""What `inspect` prints: format, scheme of every layer, sizes, ties, maximal tensor parallelism, oddities."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from w4pack.convert.core.facts import LayerFacts, ModelFacts
+from w4pack.convert.engines.rules import max_tp
+from w4pack.convert.events import size_text
+from w4pack.convert.formats import FORMATS
+
+SCHEMA = 1
+
+
+def describe(facts: ModelFacts, path: str) -> dict[str, Any]:
+    """Return the object of ``inspect --json``."""
+    layers = [_layer(layer, facts) for layer in facts.layers]
+    weights = sum(layer.in_features * layer.out_features for layer in facts.layers)
+    return {
+        "schema": SCHEMA,
+        "path": path,
+        "format": overall_format(facts),
+        "evidence": facts.evidence,
+        "bytes_read": facts.bytes_read,
+        "bytes": facts.total_bytes,
+        "parameters": weights + sum(_count(t.shape) for t in facts.dense),
+        "bits_per_weight": _bits_per_weight(facts, weights),
+        "layers": layers,
+        "other": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in facts.dense],
+        "tied": tied(facts),
+        "warnings": [{"code": w.code, "where": w.where, "expected": w.expected, "found": w.found} for w in facts.warnings],
+    }
+
+
+def _layer(layer: LayerFacts, facts: ModelFacts) -> dict[str, Any]:
+    return {
+        "name": layer.name,
+        "format": layer.layout,
+        "bits": layer.bits,
+        "group_size": layer.group_size,
+        "sym": layer.sym,
+        "act_order": layer.act_order,
+        "in_features": layer.in_features,
+        "out_features": layer.out_features,
+        "stored_in": layer.stored_in,
+        "stored_out": layer.stored_out,
+        "scale_dtype": layer.scale_dtype,
+        "bias": layer.bias,
+        "max_tp": max_tp(layer, facts.config),
+    }
+
+
+def overall_format(facts: ModelFacts) -> str:
+    """Return the layout most layers have, or ``dense``."""
+    if not facts.layers:
+        return "dense"
+    return Counter(layer.layout for layer in facts.layers).most_common(1)[0][0]
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _bits_per_weight(facts: ModelFacts, weights: int) -> float | None:
+    """Return bits of codes, scales and zero points per weight of the quantized linears."""
+    if not weights:
+        return None
+    bits = sum(_layer_bits(layer) for layer in facts.layers)
+    return round(bits / weights, 4)
+
+
+def _layer_bits(layer: LayerFacts) -> int:
+    groups = 1 if layer.group_size == -1 else -(-layer.in_features // layer.group_size)
+    per_scale = 32 if layer.scale_dtype == "F32" else 16
+    zero = 0 if layer.sym else layer.bits
+    return layer.in_features * layer.out_features * layer.bits + groups * layer.out_features * (per_scale + zero)
+
+
+def tied(facts: ModelFacts) -> list[str]:
+    """Return the names that the config ties to one another and that are stored."""
+    if facts.config.get("tie_word_embeddings") is not True:
+        return []
+    return [t.name for t in facts.dense if t.name.endswith(("embed_tokens.weight", "lm_head.weight"))]
+
+
+def text(value: Mapping[str, Any]) -> str:
+    """Return the human form of ``describe``'s object."""
+    layers = value["layers"]
+    kinds = Counter(_kind(layer) for layer in layers)
+    lines = [f"path      {value['path']}", f"format    {FORMATS.get(value['format'], ('', 'plain tensors'))[1]}"]
+    lines.append(f"size      {size_text(value['bytes'])}, {value['parameters'] / 1e9:.3f} B parameters" + (f", {value['bits_per_weight']} bits per quantized weight" if layers else ""))
+    for index, (kind, count) in enumerate(kinds.most_common()):
+        lines.append(f"{'layers' if index == 0 else '':<10}{count} x {kind}")
+    orders = Counter(layer["act_order"] for layer in layers)
+    if layers:
+        lines.append("order     " + ", ".join(f"{name} in {count}" for name, count in sorted(orders.items())))
+        lines.append(f"max TP    {_tp_line(layers)}")
+        padded = [layer["name"] for layer in layers if (layer["stored_in"], layer["stored_out"]) != (layer["in_features"], layer["out_features"])]
+        lines.append(f"padded    {len(padded)} layers" if padded else "padded    none")
+    dtypes = Counter(item["dtype"] for item in value["other"])
+    lines.append("other     " + (", ".join(f"{count} tensors {dtype}" for dtype, count in dtypes.most_common()) or "none"))
+    if value["tied"]:
+        lines.append(f"tied      {', '.join(value['tied'])}")
+    lines.append(f"evidence  {value['evidence']}: {size_text(value['bytes_read'])} read")
+    lines += [f"warning   {w['where']}: expected {w['expected']}, found {w['found']} [{w['code']}]" for w in value["warnings"]]
+    return "\n".join(lines)
+
+
+def _kind(layer: Mapping[str, Any]) -> str:
+    group = "per channel" if layer["group_size"] == -1 else f"g{layer['group_size']}"
+    return f"{layer['bits']} bit {group} {'sym' if layer['sym'] else 'asym'}, {layer['scale_dtype']} scales"
+
+
+def _tp_line(layers: list[Mapping[str, Any]]) -> str:
+    least = min(layer["max_tp"] for layer in layers)
+    limiting = sorted({layer["name"].rpartition(".")[2] for layer in layers if layer["max_tp"] == least})
+    return f"{least} (limited by {', '.join(limiting)})"

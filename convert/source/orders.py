@@ -1,0 +1,91 @@
+"""Activation order: what a ``g_idx`` tensor really says, and what can be dropped without loss.
+
+Classes, tested in this order (the first that fits is the answer):
+
+none      no map: the tensor is absent, or every entry is -1
+trivial   ``g_idx[k] == k // group_size``, or there is only one group
+block     constant on aligned blocks of 128, 64 or 32 rows: the same model with that group size and re-ordered
+          scale rows
+groups    a real permutation whose groups have equal sizes (the last may be short): rows can be sorted
+uneven    anything else: only a dequantized model can hold it
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from w4pack.convert.core.params import natural_group
+from w4pack.convert.errors import SourceError
+
+BLOCKS = (128, 64, 32)
+OrderKind = Literal["none", "trivial", "block", "groups", "uneven"]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Class of a group map; ``block`` is the row count of the blocks for kind ``block``, else 0."""
+
+    kind: OrderKind
+    block: int = 0
+
+    @property
+    def is_real(self) -> bool:
+        """Claim: the rows cannot be used in natural order with equal groups."""
+        return self.kind in ("groups", "uneven")
+
+
+NO_ORDER = Order("none")
+
+
+def normalise(raw: NDArray, in_features: int, groups: int, where: str) -> NDArray[np.int32] | None:
+    """Check a stored ``g_idx`` and return it as int32 (K,), or None if every entry is -1.
+
+    Negative entries count from the last group. Raises SourceError on a wrong length or an entry out of range.
+    """
+    if raw.ndim != 1 or raw.shape[0] != in_features:
+        raise SourceError(
+            "`g_idx` does not have one entry per input row",
+            code="g-idx-shape",
+            where=where,
+            expected=f"[{in_features}]",
+            found=str(list(raw.shape)),
+        )
+    if raw.size and bool((raw == -1).all()):
+        return None
+    low, high = (int(raw.min()), int(raw.max())) if raw.size else (0, 0)
+    if low < -groups or high >= groups:
+        row = int(np.flatnonzero((raw < -groups) | (raw >= groups))[0])
+        raise SourceError(
+            "`g_idx` names a group that does not exist",
+            code="g-idx-range",
+            where=f"{where}, row {row}",
+            expected=f"0..{groups - 1}",
+            found=str(int(raw[row])),
+        )
+    group = raw.astype(np.int32)
+    return np.where(group < 0, group + groups, group).astype(np.int32) if low < 0 else group
+
+
+def classify(group: NDArray[np.int32] | None, group_size: int, groups: int) -> Order:
+    """Return the class of a normalised map (see the module text)."""
+    if group is None:
+        return NO_ORDER
+    rows = group.shape[0]
+    if groups == 1 or np.array_equal(group, natural_group(rows, group_size)):
+        return Order("trivial")
+    for block in BLOCKS:
+        if block <= group_size and rows % block == 0:
+            blocks = group.reshape(-1, block)
+            if bool((blocks == blocks[:, :1]).all()):
+                return Order("block", block)
+    counts = np.bincount(group, minlength=groups)
+    last = rows - (groups - 1) * group_size
+    even = bool((counts[:-1] == group_size).all()) and int(counts[-1]) == last
+    return Order("groups" if even else "uneven")
+
+
+def sorting(group: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the permutation that sorts rows by group, stably: sorted row r is source row ``p[r]``."""
+    return np.argsort(group, kind="stable").astype(np.int32)
