@@ -45,7 +45,7 @@ def code_position(k: Index, n: Index, bits: int) -> tuple[Index, Index, Index]:
 
 
 def code_at(row: Index, word: Index, slot: Index, bits: int) -> tuple[Index, Index]:
-    """Return the (k, n) whose code lies in ``slot`` of ``word`` of ``row``: the inverse of ``code_position``."""
+    """Return the (k, n) whose code lies in ``slot`` of ``word`` of ``row``: inverts ``code_position``."""
     per_lane = bits  # 4 words a lane for 4 bit, 8 for 8 bit
     chunk, inside = word // (32 * per_lane), word % (32 * per_lane)
     lane, j = inside // per_lane, inside % per_lane
@@ -74,7 +74,7 @@ def unpack_codes(tiles: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
     rows, cols = tiles.shape[0] * TILE_K, tiles.shape[1] * 2 // bits
     k, n = np.meshgrid(np.arange(rows), np.arange(cols), indexing="ij")
     row, word, slot = code_position(k, n, bits)
-    shifted = tiles.view(np.uint32)[row, word] >> (slot * bits).astype(np.uint32)
+    shifted: NDArray[np.uint32] = tiles.view(np.uint32)[row, word] >> (slot * bits).astype(np.uint32)
     return (shifted & np.uint32(2**bits - 1)).astype(np.uint8)
 
 
@@ -128,5 +128,5 @@ def pack_zeros(zeros: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
 def unpack_zeros(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
     """Unpack int32 (G, N*bits/32) to (G, N) zero points: the inverse of ``pack_zeros``."""
     word, slot = zero_position(np.arange(words.shape[1] * 32 // bits), bits)
-    shifted = words.view(np.uint32)[:, word] >> (slot * bits).astype(np.uint32)
+    shifted: NDArray[np.uint32] = words.view(np.uint32)[:, word] >> (slot * bits).astype(np.uint32)
     return (shifted & np.uint32(2**bits - 1)).astype(np.uint8)

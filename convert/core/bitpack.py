@@ -1,7 +1,7 @@
 """Packing of codes into 32-bit words, and the word arithmetic that turns one packing into another.
 
-Canonical words hold codes along K, low bits first: bits ``bits * i`` of word ``r`` of column ``n`` are the code
-of row ``32/bits * r + i``. A ragged tail is filled with zero bits.
+Canonical words hold codes along K, low bits first: bits ``bits * i`` and up of word ``r`` of column ``n`` are
+the code of row ``32/bits * r + i``. A ragged tail is filled with zero bits.
 
 Repacking never looks at single codes. A transposition of an 8 x 8 block of nibbles, or of a 4 x 4 block of
 bytes, is a few rounds of ``swap_fields`` over whole arrays: every round exchanges the high fields of one
@@ -12,6 +12,7 @@ after the first call.
 """
 
 import threading
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +68,7 @@ def pack_axis(codes: Codes, bits: int, axis: int) -> Words:
     return np.ascontiguousarray(np.moveaxis(out, 0, axis))
 
 
-def unpack_axis(words: NDArray, bits: int, axis: int, count: int | None = None) -> Codes:
+def unpack_axis(words: NDArray[Any], bits: int, axis: int, count: int | None = None) -> Codes:
     """Unpack 32-bit ``words`` along ``axis`` to uint8 codes; keep the first ``count`` if given."""
     per_word = 32 // bits
     moved = np.moveaxis(words.view(np.uint32), axis, 0)
@@ -106,11 +107,11 @@ def transpose_fields(planes: Words, bits: int, temp: Words) -> None:
         distance *= 2
 
 
-def transpose_words(source: NDArray, out: NDArray) -> NDArray:
+def transpose_words(source: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
     """Write ``source.T`` to ``out``; both hold 32-bit words, rows contiguous.
 
-    A plain transposed copy moves 4 bytes at a time with long strides. Here 16-byte quads of words are transposed
-    first, in squares that stay in cache, and split into single words on the way out: about twice as fast.
+    A plain transposed copy moves 4 bytes at a time with long strides. Here 16-byte quads of words are
+    transposed first, in squares that stay in cache, and split into single words on the way out: twice as fast.
     """
     rows, cols = source.shape
     whole = cols - cols % QUAD
@@ -133,5 +134,5 @@ def _transpose_quads(part: Words, out: Words) -> None:
 
 
 def bands(total: int, words_each: int, step: int = 1) -> range:
-    """Cut ``total`` items of ``words_each`` words into cache-sized multiples of ``step``; ``.step`` is the size."""
+    """Cut ``total`` items of ``words_each`` words into cache-sized multiples of ``step``: ``range.step`` items."""
     return range(0, total, max(1, BLOCK_WORDS // max(1, words_each * step)) * step)

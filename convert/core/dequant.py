@@ -2,10 +2,12 @@
 
     w[k, n] = (q[k, n] - z[g, n]) * s[g, n],   g = group[k], or k // group_size
 
-The difference is an integer of at most 255, so the product of a 16-bit scale is exact in float32, and that of a
-float32 scale in float64; it is then rounded once, to nearest even, to the wanted dtype. Going through the dtype
-of the scales first would round twice.
+The difference is an integer of at most 255, so the product with a 16-bit scale is exact in float32, and that
+with a float32 scale in float64; it is then rounded once, to nearest even, to the wanted dtype. Going through the
+dtype of the scales first would round twice.
 """
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +19,7 @@ from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 
 def dequantize(
     codes: NDArray[np.uint8], params: GroupParams, scheme: QuantScheme, tag: str, k0: int = 0
-) -> NDArray:
+) -> NDArray[Any]:
     """Return the weights (rows, N) of rows k0, k0 + 1, ... in the carrier of ``tag``, F16, BF16 or F32.
 
     codes (rows, N); scales and zeros (G, N) with the same columns. Overflow of the target gives infinity.
@@ -48,13 +50,13 @@ def _zeros(params: GroupParams, scheme: QuantScheme, group: NDArray[np.intp]) ->
     return params.zeros.astype(np.int16)[group]
 
 
-def from_f64(values: NDArray[np.float64], tag: str) -> NDArray:
+def from_f64(values: NDArray[np.float64], tag: str) -> NDArray[Any]:
     """Round float64 once, to nearest even, into the carrier of ``tag``. Overflow gives infinity."""
     with np.errstate(over="ignore", under="ignore"):
         if tag != "BF16":
             return values.astype(np.float16 if tag == "F16" else np.float32)
-        # Two roundings equal one if the first one goes to odd: cut towards zero, and mark what was cut off in the
-        # last bit, which bfloat16 does not have.
+        # Two roundings equal one if the first one goes to odd: cut towards zero, and mark what was cut off in
+        # the last bit, which bfloat16 does not have.
         near = values.astype(np.float32)
         bits = near.view(np.uint32).copy()
         exact = near.astype(np.float64)

@@ -1,8 +1,10 @@
 """Group maps: which group of scales a row of K belongs to, and the row order that sorts them.
 
-``group`` (K,) int32 is the map of the neutral form; ``perm`` lists source rows in sorted order, so that packed
-row r is source row ``perm[r]`` and belongs to group ``r // group_size`` when every group has its full size.
+``group`` (K,) int32 is the map of the neutral form; ``perm`` lists source rows in sorted order, so that
+packed row r is source row ``perm[r]``, of group ``r // group_size`` when every group has its full size.
 """
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +19,7 @@ def natural_map(scheme: QuantScheme) -> NDArray[np.int32]:
     return rows * 0 if scheme.group_size == ONE_GROUP else rows // np.int32(scheme.group_size)
 
 
-def read_map(stored: NDArray, scheme: QuantScheme, suffix: str) -> NDArray[np.int32]:
+def read_map(stored: NDArray[Any], scheme: QuantScheme, suffix: str) -> NDArray[np.int32]:
     """Check a stored group map; negative entries count from the last group.
 
     Raises SourceError, naming ``suffix`` and the first bad row, if the length or a value is out of range.
@@ -48,14 +50,14 @@ def sorted_rows(group: NDArray[np.int32]) -> NDArray[np.int32]:
     return np.argsort(group, kind="stable").astype(np.int32)
 
 
-def map_of_sorted(perm: NDArray, scheme: QuantScheme) -> NDArray[np.int32]:
-    """Return the group map of a layer whose packed row r is source row ``perm[r]``: group[perm[r]] = r // g."""
+def map_of_sorted(perm: NDArray[Any], scheme: QuantScheme) -> NDArray[np.int32]:
+    """Return the group map of a layer whose packed row r is source row perm[r]: group[perm[r]] = r // g."""
     group = np.empty(scheme.in_features, np.int32)
     group[perm] = natural_map(scheme)
     return group
 
 
-def read_perm(stored: NDArray, scheme: QuantScheme, suffix: str) -> NDArray[np.int64]:
+def read_perm(stored: NDArray[Any], scheme: QuantScheme, suffix: str) -> NDArray[np.int64]:
     """Check a stored row order. Raises SourceError unless it is a permutation of the K rows."""
     rows = scheme.in_features
     perm = stored.astype(np.int64)

@@ -15,6 +15,7 @@ words are scattered once.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ TILE_N = 64
 RUN = 8  # neighbouring columns that share n // 8
 
 
-def pack_tiles(words: NDArray, bits: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
+def pack_tiles(words: NDArray[Any], bits: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
     """Pack canonical words (K*bits/32, N) to tiles int32 (K/16, N*bits/2); K % 16 == 0, N % 64 == 0.
 
     ``out`` may be any view whose rows are contiguous. Throws ValueError if the shape is not whole tiles.
@@ -41,7 +42,7 @@ def pack_tiles(words: NDArray, bits: int, out: NDArray[np.int32] | None = None) 
     return out
 
 
-def unpack_tiles(tiles: NDArray, bits: int, out: Words | None = None) -> Words:
+def unpack_tiles(tiles: NDArray[Any], bits: int, out: Words | None = None) -> Words:
     """Unpack tiles int32 (K/16, N*bits/2) to canonical words uint32 (K*bits/32, N)."""
     per_row = bits // 2
     rows, cols = _whole_tiles(tiles.shape[0] * per_row, per_row, tiles.shape[1] // per_row)
@@ -61,7 +62,7 @@ def _whole_tiles(word_rows: int, per_row: int, cols: int) -> tuple[int, int]:
 
 
 def _sub_blocks(rows: int, cols: int, per_row: int) -> list[tuple[int, int, int, int]]:
-    """Cut into (row, row end, column, column end): whole rows if one fits twice the working set, else parts."""
+    """Cut into (row, row end, column, column end): whole rows if one fits twice the working set."""
     width = cols
     if cols * per_row > 2 * BLOCK_WORDS:
         width = BLOCK_WORDS // per_row // TILE_N * TILE_N
@@ -82,8 +83,10 @@ def _run_order(rows: int, chunks: int, bits: int) -> NDArray[np.intp]:
     """
     runs = np.arange(rows * bits // 2 * chunks * 8, dtype=np.intp)
     if bits == 4:
-        return runs.reshape(rows, 2, chunks, 4, 2).transpose(1, 4, 3, 0, 2).ravel()
-    return runs.reshape(rows, 2, 2, chunks, 8).transpose(1, 2, 4, 0, 3).ravel()
+        ordered = runs.reshape(rows, 2, chunks, 4, 2).transpose(1, 4, 3, 0, 2)
+    else:
+        ordered = runs.reshape(rows, 2, 2, chunks, 8).transpose(1, 2, 4, 0, 3)
+    return np.ascontiguousarray(ordered).reshape(-1)
 
 
 @lru_cache(maxsize=64)
@@ -96,10 +99,12 @@ def _run_place(rows: int, chunks: int, bits: int) -> NDArray[np.intp]:
 
 
 def _quads(gathered: Words, bits: int, rows: int, chunks: int) -> Words:
-    """View gathered words in the order of a tile row: (tile row, chunk, n % 8, t as two axes, word of lane)."""
+    """View gathered words in the order of a tile row: (tile row, chunk, n % 8, t in two axes, word of lane)."""
     if bits == 4:  # (t // 2, t % 2, j, row, chunk, n % 8)
-        return gathered.reshape(2, 2, 4, rows, chunks, RUN).transpose(3, 4, 5, 0, 1, 2)
-    return gathered.reshape(2, 2, 8, rows, chunks, RUN).transpose(3, 4, 5, 1, 0, 2)  # (t % 2, t // 2, ...)
+        view: Words = gathered.reshape(2, 2, 4, rows, chunks, RUN).transpose(3, 4, 5, 0, 1, 2)
+    else:  # (t % 2, t // 2, n % 64 // 8, row, chunk, n % 8)
+        view = gathered.reshape(2, 2, 8, rows, chunks, RUN).transpose(3, 4, 5, 1, 0, 2)
+    return view
 
 
 def _pack_block(block: Words, bits: int, out: Words) -> None:
