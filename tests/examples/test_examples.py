@@ -87,6 +87,9 @@ def test_the_python_script_reports_errors_as_the_command_does(bench: Path) -> No
 # ---- the CI workflow --------------------------------------------------------------------------------------
 
 
+SETTINGS = {"OUT": "artifact", "TP": "1", "REPO": ""}
+
+
 def steps(workflow: Path) -> list[tuple[str, str]]:
     """Name and commands of each ``run`` step but the installation."""
     loaded: Any = yaml.safe_load(workflow.read_text(encoding="utf-8"))
@@ -109,7 +112,7 @@ def run_workflow(bench: Path, **env: str) -> dict[str, subprocess.CompletedProce
 
 
 def test_the_workflow_builds_a_proved_artifact(bench: Path) -> None:
-    done = run_workflow(bench, SRC="examples/demo-gptq", OUT="artifact", REPO="")
+    done = run_workflow(bench, SRC="examples/demo-gptq", **SETTINGS)
     codes = {name: step.returncode for name, step in done.items()}
     assert list(codes.values()) == [0] * 6, [step.stderr for step in done.values()]
     (convert,) = [step for name, step in done.items() if name.startswith("Convert")]
@@ -120,7 +123,7 @@ def test_the_workflow_builds_a_proved_artifact(bench: Path) -> None:
 def test_the_workflow_stops_on_a_broken_source(bench: Path) -> None:
     weights = bench / "examples" / "demo-gptq" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    last = list(run_workflow(bench, SRC="examples/demo-gptq", OUT="artifact", REPO="").values())[-1]
+    last = list(run_workflow(bench, SRC="examples/demo-gptq", **SETTINGS).values())[-1]
     assert last.returncode == 1
     assert not (bench / "artifact").exists()
 
@@ -135,9 +138,16 @@ def test_the_workflow_stops_on_a_bad_artifact(bench: Path) -> None:
     )
     prove = "      - name: Prove"
     workflow.write_text(text.replace(prove, spoil + prove), encoding="utf-8")
-    done = run_workflow(bench, SRC="examples/demo-gptq", OUT="artifact", REPO="")
+    done = run_workflow(bench, SRC="examples/demo-gptq", **SETTINGS)
     assert list(done)[-1].startswith("Prove")
     assert list(done.values())[-1].returncode == 4
+
+
+def test_the_workflow_stops_where_the_artifact_cannot_serve(bench: Path) -> None:
+    """The demo's act-order ties it to one rank."""
+    done = run_workflow(bench, SRC="examples/demo-gptq", **{**SETTINGS, "TP": "2"})
+    assert list(done)[-1].startswith("Gate")
+    assert list(done.values())[-1].returncode == 3
 
 
 def test_the_workflow_names_only_known_commands_and_options(bench: Path) -> None:
