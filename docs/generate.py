@@ -29,11 +29,11 @@ def cell(text: str) -> str:
 def option_row(option: click.Option) -> str:
     """Return names, default and help of an option."""
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
-    value = "" if option.is_flag else f" {option.make_metavar(click.Context(click.Command('w4pack')))}"
-    default = (
-        "" if option.is_flag or not isinstance(option.default, (str, int, float)) else f"`{option.default}`"
-    )
-    return f"| {names}{cell(value)} | {default} | {cell(option.help or '')} |"
+    metavar = "" if option.is_flag else option.make_metavar(click.Context(click.Command("w4pack")))
+    shown = f"{names} {cell(metavar)}".strip()
+    plain = isinstance(option.default, (str, int, float)) and not option.is_flag
+    default = f"`{option.default}`" if plain else ""
+    return f"| {shown} | {default} | {cell(option.help or '')} |"
 
 
 def command_section(name: str, command: click.Command) -> str:
