@@ -5,8 +5,7 @@ model; it never decides what the tensors mean. Reads after that are at offsets, 
 memory but that of the result.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -191,7 +190,10 @@ def _open(store: Store) -> Checkpoint:
     )
 
 
-def _read_configs(store: Store, files: Mapping[str, int]) -> tuple[dict[str, bytes], dict[str, dict[str, Any]]]:
+def _read_configs(
+    store: Store,
+    files: Mapping[str, int],
+) -> tuple[dict[str, bytes], dict[str, dict[str, Any]]]:
     """Read config.json and the quantizers' own files; settings that will be used hold finite numbers only."""
     raw: dict[str, bytes] = {}
     parsed: dict[str, dict[str, Any]] = {}
@@ -207,7 +209,7 @@ def _read_configs(store: Store, files: Mapping[str, int]) -> tuple[dict[str, byt
 
 
 class _Headers:
-    """Headers of safetensors files, each read once, several at a time where the store gains from it."""
+    """Headers of safetensors files, each read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -219,12 +221,7 @@ class _Headers:
         return self._open[name]
 
     def all(self, names: Iterable[str]) -> dict[str, TensorFile]:
-        wanted = list(names)
-        workers = min(getattr(self._store, "parallel_reads", 1), len(wanted))
-        if workers > 1:  # the first error by order of the names, whichever came first
-            with ThreadPoolExecutor(workers) as pool:
-                return dict(zip(wanted, pool.map(self.get, wanted), strict=True))
-        return {name: self.get(name) for name in wanted}
+        return {name: self.get(name) for name in names}
 
     def names(self, name: str) -> frozenset[str]:
         return frozenset(info.name for info in self.get(name).tensors)
@@ -297,8 +294,8 @@ def _settle_duplicate(
         )
     found[first.name] = first if named == first.file else second
     stray = second if named == first.file else first
-    where = f"{stray.file}, {stray.name}"
-    notices.append(Warning_("duplicate-tensor", where, f"only in {named}, as the index says", "a second copy"))
+    where, expected = f"{stray.file}, {stray.name}", f"only in {named}, as the index says"
+    notices.append(Warning_("duplicate-tensor", where, expected, "a second copy"))
 
 
 def _compare_with_index(
@@ -315,7 +312,8 @@ def _compare_with_index(
     _check_named(found, weight_map, index, left_away)
     extra = [name for name in found if name not in weight_map]
     if extra:
-        notices.append(Warning_("not-in-index", index, "every tensor of its shards", f"none of {name_some(extra)}"))
+        found_text = f"none of {name_some(extra)}"
+        notices.append(Warning_("not-in-index", index, "every tensor of its shards", found_text))
     total = sum(found[name].nbytes for name in weight_map if name in found)
     full = sum(info.nbytes for info in found.values())
     if weights.total_size is not None and weights.total_size not in (total, full) and not left_away:
@@ -329,13 +327,14 @@ def _check_named(
     index: str,
     left_away: set[str],
 ) -> None:
-    wrong: Callable[[str], bool] = lambda name: (  # noqa: E731
-        name not in left_away and (name not in found or found[name].file != weight_map[name])
-    )
-    absent = sorted((name for name in weight_map if wrong(name)), key=natural_order)
+    absent = [
+        name
+        for name, shard in weight_map.items()
+        if name not in left_away and (name not in found or found[name].file != shard)
+    ]
     if not absent:
         return
-    first = absent[0]
+    first = min(absent, key=natural_order)
     shard = weight_map[first]
     here = f"it lies in `{found[first].file}`" if first in found else "no such tensor"
     more = f"; {len(absent) - 1:,} more tensors are not where the index says" if len(absent) > 1 else ""
@@ -351,4 +350,4 @@ def _check_named(
 def _number(value: object) -> str:
     if type(value) is int and value.bit_length() < 256:
         return f"{value:,}"
-    return str(value)[:80] if isinstance(value, int | float | str) and not isinstance(value, bool) else "no number"
+    return str(value)[:80] if isinstance(value, float | str) else "no number"

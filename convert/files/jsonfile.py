@@ -1,7 +1,7 @@
 """Small JSON files of a checkpoint: configs and weight indexes, as hostile as everything else.
 
-Sizes, depth and text are bounded; what cannot be used is refused with the file and the place. The bytes and the
-order of the keys are kept, because most of a config travels on unchanged.
+Sizes, depth and text are bounded; what cannot be used is refused with the file and the place. The bytes and
+the order of the keys are kept, because most of a config travels on unchanged.
 """
 
 import json
@@ -12,15 +12,16 @@ from w4pack.convert.errors import SourceError
 from w4pack.convert.files.store import Store
 
 MAX_CONFIG = 16 << 20  # bytes; the largest configs seen list 100,000 module names
-MAX_INDEX = 100_000_000  # bytes; an index names every tensor once, as the headers do
+MAX_INDEX = 64 << 20  # bytes; half a million tensors
+MAX_WIDE = 25_000_000  # bytes, with other than ASCII text: Python spends up to 4 bytes a character
 MAX_DEPTH = 64
 
 
 def read_object(store: Store, name: str, limit: int = MAX_CONFIG) -> tuple[bytes, dict[str, Any]]:
     """Return the bytes and the parsed object of a JSON file of ``store``.
 
-    A key given twice keeps its last value, as in every other reader. Raises SourceError for a file that is too
-    large, is not JSON, is not an object, is nested deeper than 64, or holds text that is not Unicode.
+    A key given twice keeps its last value, as in every other reader. Raises SourceError for a file that is
+    too large, is not JSON, is not an object, is nested deeper than 64, or holds text that is not Unicode.
     """
     raw = store.read(name, limit)
     return raw, parse_object(raw, name)
@@ -28,8 +29,10 @@ def read_object(store: Store, name: str, limit: int = MAX_CONFIG) -> tuple[bytes
 
 def parse_object(raw: bytes, name: str) -> dict[str, Any]:
     """Parse the bytes of the JSON file ``name``. Raises SourceError as ``read_object`` does."""
-    if raw.count(b"[") + raw.count(b"{") > 4_000_000 or raw.count(b",") > 8_000_000:
-        _refuse("holds too many values", name, "at most 4,000,000 containers", f"{len(raw):,} bytes of JSON")
+    if raw.count(b"[") + raw.count(b"{") > 500_000 or raw.count(b",") > 4_000_000:
+        _refuse("holds too many values", name, "at most 500,000 lists and objects", f"{len(raw):,} bytes")
+    if len(raw) > MAX_WIDE and not raw.isascii():
+        _refuse("is too large", name, f"at most {MAX_WIDE:,} bytes, or ASCII text", f"{len(raw):,} bytes")
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except json.JSONDecodeError as err:
@@ -44,7 +47,7 @@ def parse_object(raw: bytes, name: str) -> dict[str, Any]:
     return value
 
 
-def refuse_nonfinite(value: Any, where: str) -> None:  # noqa: ANN401 - what JSON holds
+def refuse_nonfinite(value: Any, where: str) -> None:
     """Raise SourceError if settings hold NaN or infinity (also an overflowing number such as 1e999).
 
     Only settings that are read are held to this: some model configs carry ``Infinity`` on purpose.
@@ -58,7 +61,8 @@ def refuse_nonfinite(value: Any, where: str) -> None:  # noqa: ANN401 - what JSO
             stack.extend((f"{path}[{i}]", child) for i, child in enumerate(item))
         elif isinstance(item, float) and not math.isfinite(item):
             what = "a quantization setting is not a finite number"
-            raise SourceError(what, code="config-not-finite", where=path, expected="a finite number", found=str(item))
+            expected = "a finite number"
+            raise SourceError(what, code="config-not-finite", where=path, expected=expected, found=str(item))
 
 
 def _check(value: dict[str, Any], name: str) -> None:

@@ -1,9 +1,9 @@
 """A checkpoint folder on this machine.
 
 Reads are ``preadv`` at offsets, so one open file serves any number of threads. Nothing is ever opened for
-writing. Links are followed only where they stay in the folder, or lead into the ``blobs`` of the Hub cache that
-the folder is a snapshot of; everything else that a folder of a stranger may hold (links to other places, pipes,
-devices) is refused or skipped before it is opened.
+writing. Links are followed only where they stay in the folder, or lead into the ``blobs`` of the Hub cache
+that the folder is a snapshot of; everything else that a folder of a stranger may hold (links to other places,
+pipes, devices) is refused or skipped before it is opened.
 """
 
 import os
@@ -44,7 +44,8 @@ class LocalBlob:
             try:
                 got = os.preadv(self._fd, [view[done:]], offset + done)
             except OSError as err:
-                raise os_error(err, "cannot read a file of the source", self._store.path_of(self.name)) from err
+                where = self._store.path_of(self.name)
+                raise os_error(err, "cannot read a file of the source", where) from err
             if got == 0:
                 raise SourceError(
                     "a file of the source ends too early",
@@ -84,10 +85,11 @@ class LocalStore:
             raise SourceError("no such folder", code="no-such-folder", where=self.label) from None
         except (OSError, ValueError) as err:
             found = err.strerror if isinstance(err, OSError) else str(err)
-            raise SourceError("cannot open the source", code="unreadable", where=self.label, found=found) from err
+            what = "cannot open the source"
+            raise SourceError(what, code="unreadable", where=self.label, found=found) from err
         if not is_folder:
-            what = "the source is a file, not a folder"
-            raise SourceError(what, code="not-a-folder", where=self.label, hint="give the folder that holds it")
+            what, hint = "the source is a file, not a folder", "give the folder that holds it"
+            raise SourceError(what, code="not-a-folder", where=self.label, hint=hint)
 
     def __enter__(self) -> "LocalStore":
         return self
@@ -158,7 +160,7 @@ class LocalStore:
         return None
 
     def _resolve(self, name: str) -> str:
-        """Follow a link to its end and refuse it unless that lies inside the folder or in the cache's blobs."""
+        """Follow a link to its end; refuse it unless that lies in the folder or in the cache's blobs."""
         path = os.path.join(self._root, name)  # noqa: PTH118
         try:
             real = os.path.realpath(path, strict=True)
@@ -176,7 +178,7 @@ class LocalStore:
         )
 
     def _allowed(self) -> tuple[str, ...]:
-        """Return the folder itself and, for ``models--X/snapshots/REV`` of a Hub cache, ``models--X/blobs``."""
+        """Return the folder and, for ``models--X/snapshots/REV`` of a Hub cache, ``models--X/blobs``."""
         root = Path(self._root)
         repo = root.parent.parent
         if root.parent.name == "snapshots" and repo.name.startswith("models--"):

@@ -1,9 +1,9 @@
 """Weights in pickles (``pytorch_model.bin`` and old ``.pt`` files), read without running anything in them.
 
-torch loads them with ``weights_only=True``: only tensors and plain containers come out, anything else stops the
-load. The files are mapped, not read, so memory stays flat; the old format from before torch 1.6 cannot be mapped
-and is read whole, which a notice says. Names that share memory come out as tensors of their own; only the
-alias of a tie that the config names is left away, because a loader makes it again.
+torch loads them with ``weights_only=True``: only tensors and plain containers come out, anything else stops
+the load. The files are mapped, not read, so memory stays flat; the old format from before torch 1.6 cannot be
+mapped and is read whole, which a notice says. Names that share memory come out as tensors of their own; only
+the alias of a tie that the config names is left away, because a loader makes it again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 OUTPUT_NAMES = ("lm_head.", "embed_out.", "output.")  # the half of a tie that loaders make themselves
+
+KEPT_COPIES = 2  # bands of one tensor are read one after another; more would hold the model in memory
 
 # torch dtype -> safetensors tag
 TAGS = {
@@ -63,7 +65,7 @@ class PickledFile:
     values: Mapping[str, "torch.Tensor"] = field(repr=False)
     tied_names: tuple[str, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
-    _flat: "dict[str, NDArray[np.uint8]]" = field(default_factory=dict, repr=False)
+    _copies: "dict[str, NDArray[np.uint8]]" = field(default_factory=dict, repr=False)
     _lock: Any = field(default_factory=Lock, repr=False)
 
     def read_into(self, info: TensorInfo, byte_offset: int, buffer: memoryview) -> None:
@@ -74,15 +76,19 @@ class PickledFile:
         target[:] = self._bytes(info.name)[byte_offset : byte_offset + target.size]
 
     def _bytes(self, name: str) -> "NDArray[np.uint8]":
-        """Return the bytes of a tensor; a strided view is made contiguous once."""
+        """Return the bytes of a tensor; a strided view is copied, and the last few copies are kept."""
         import torch
 
+        tensor = self.values[name].detach()
+        if tensor.is_contiguous():
+            return cast("NDArray[np.uint8]", tensor.reshape(-1).view(torch.uint8).numpy())
         with self._lock:
-            flat = self._flat.get(name)
+            flat = self._copies.get(name)
             if flat is None:
-                tensor = self.values[name].detach().contiguous().reshape(-1)
-                flat = cast("NDArray[np.uint8]", tensor.view(torch.uint8).numpy())
-                self._flat[name] = flat
+                while len(self._copies) >= KEPT_COPIES:
+                    del self._copies[next(iter(self._copies))]
+                flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                self._copies[name] = flat
         return flat
 
 
@@ -112,7 +118,7 @@ def open_pickles(
     return opened
 
 
-def _load(store: Store, name: str, notices: list[Warning_]) -> Any:  # noqa: ANN401 - whatever a pickle holds
+def _load(store: Store, name: str, notices: list[Warning_]) -> Any:
     """Load one file with ``weights_only``; the zip format is mapped, the old one read."""
     import pickle
     import warnings
@@ -132,7 +138,8 @@ def _load(store: Store, name: str, notices: list[Warning_]) -> Any:  # noqa: ANN
     mapped = zipfile.is_zipfile(path)
     if not mapped:
         size = store.files()[name]
-        notices.append(Warning_("pickle-in-memory", name, "a pickle in the zip format", f"the old one: {size:,} bytes of memory"))
+        found = f"the old format, which takes {size:,} bytes of memory"
+        notices.append(Warning_("pickle-in-memory", name, "a pickle in the zip format", found))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -164,17 +171,17 @@ def _reason(text: str) -> str:
     return text.partition("\n")[0][:200] or "something else"
 
 
-def _open(name: str, loaded: Any, tied: bool, notices: list[Warning_]) -> PickledFile:  # noqa: ANN401
+def _open(name: str, loaded: Any, tied: bool, notices: list[Warning_]) -> PickledFile:
     values = _named_tensors(name, loaded)
     dropped = _tied_aliases(values) if tied else ()
     if dropped:
-        kept = f"{len(dropped)} tied by the config, written once"
-        notices.append(Warning_("tied-alias", name, "tensors that share no memory", f"{', '.join(dropped)}: {kept}"))
+        found = f"{', '.join(dropped)}: tied by the config, written once"
+        notices.append(Warning_("tied-alias", name, "tensors that share no memory", found))
     infos = [_info(name, key, value) for key, value in values.items() if key not in dropped]
     return PickledFile(tuple(sorted(infos, key=lambda info: natural_order(info.name))), values, dropped)
 
 
-def _named_tensors(name: str, loaded: Any) -> "dict[str, torch.Tensor]":  # noqa: ANN401
+def _named_tensors(name: str, loaded: Any) -> "dict[str, torch.Tensor]":
     import torch
 
     if not isinstance(loaded, dict):
@@ -199,7 +206,9 @@ def _info(file: str, key: str, value: "torch.Tensor") -> TensorInfo:
     if tag is None or value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
         found = f"{value.dtype}, {value.layout}, {value.device.type}"
         what = f"`{key}` is a kind of tensor that safetensors cannot hold"
-        raise SourceError(what, code="pickle-tensor", where=f"{file}, {key}", expected="a plain tensor", found=found)
+        raise SourceError(
+            what, code="pickle-tensor", where=f"{file}, {key}", expected="a plain tensor", found=found
+        )
     return TensorInfo(key, tag, tuple(value.shape), file, 0, value.numel() * value.element_size())
 
 

@@ -34,8 +34,10 @@ def read_rect(
     return out if order is None else out[order]
 
 
-def _runs(index: slice | NDArray[Any], size: int, axis: str) -> tuple[list[tuple[int, int]], NDArray[Any] | None]:
-    """Return runs of neighbouring rows in ascending order, and the order that makes the wanted rows of them."""
+def _runs(
+    index: slice | NDArray[Any], size: int, axis: str
+) -> tuple[list[tuple[int, int]], NDArray[Any] | None]:
+    """Return runs of neighbouring rows, ascending, and the order that makes the wanted rows of them."""
     if isinstance(index, slice):
         begin, end = _bounds(index, size)
         return ([(begin, end)] if end > begin else []), None
@@ -123,7 +125,7 @@ def _through_chunks(
     span: tuple[int, int, NDArray[Any] | None],
     out: NDArray[Any],
 ) -> None:
-    """Read from the first wanted element of some rows to the last one, gaps included, and keep what is wanted."""
+    """Read from the first wanted element of some rows to the last one; keep what is wanted."""
     first, stop, pick = span
     item = out.dtype.itemsize
     step = max(1, CHUNK // (row_len * item))

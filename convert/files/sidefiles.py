@@ -1,7 +1,7 @@
 """What travels byte for byte, and what stays behind with a reason.
 
-A deny-list: a file that no rule names is copied, whatever it is called. Weights that do not belong to the model,
-indexes and the quantizer's config files would mislead a loader of the output, so they are the rules.
+A deny-list: a file that no rule names is copied, whatever it is called. Weights that do not belong to the
+model, indexes and the quantizer's config files would mislead a loader of the output, so they are the rules.
 """
 
 from collections.abc import Iterable, Mapping
@@ -73,7 +73,12 @@ def _reason(name: str, weights: WeightSet, release: bool) -> str | None:
         return "not in the index" if weights.index and "/" not in name else "not a weight file of the model"
     if base.endswith(".index.json"):
         return "index of other weights"
-    if base.startswith(".git") or base in MACHINE_FILES or "__pycache__/" in name or ".ipynb_checkpoints/" in name:
+    if (
+        base.startswith(".git")
+        or base in MACHINE_FILES
+        or "__pycache__/" in name
+        or ".ipynb_checkpoints/" in name
+    ):
         return "belongs to the folder, not to the model"
     if base.endswith(PARTIAL_SUFFIXES):
         return "unfinished download"

@@ -14,7 +14,7 @@ class Blob(Protocol):
     size: int
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset``. Raises SourceError, naming the file, on a short read or an OS error."""
+        """Fill ``buffer`` from ``offset``. Raises SourceError that names the file if that cannot be done."""
         ...
 
 
@@ -36,4 +36,6 @@ class Store(Protocol):
         """Open a file for reading at offsets. Raises SourceError if it is missing or unreadable."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close all files."""
+        ...

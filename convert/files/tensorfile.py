@@ -1,6 +1,6 @@
 """safetensors files: read a header and believe none of it, or lay out a new file byte for byte.
 
-A file is 8 bytes (little-endian length of the header), the header (JSON, may be padded with spaces), the data.
+A file is 8 bytes (little-endian length of the header), the header (JSON, spaces at its end), the data.
 ``parse_header`` checks every statement of the header before anybody sizes a buffer or seeks with it: tensors
 cover the data exactly (no hole, no overlap, no trailing byte), a shape and a dtype give exactly the span, and
 every number is an integer in range. What the safetensors library refuses is refused here; a name given twice
@@ -86,7 +86,13 @@ def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
 def header_length(prefix: bytes, file: str, size: int) -> int:
     """Return the length in bytes of the JSON header, from the first 8 bytes of a file of ``size`` bytes."""
     if size < 8 or len(prefix) < 8:
-        _refuse("header-too-small", "too short for a safetensors file", file, "at least 8 bytes", f"{size:,} bytes")
+        _refuse(
+            "header-too-small",
+            "too short for a safetensors file",
+            file,
+            "at least 8 bytes",
+            f"{size:,} bytes",
+        )
     length = int.from_bytes(prefix[:8], "little")
     if prefix[:8] == b"version " and size < 1024:
         raise SourceError(
@@ -147,7 +153,8 @@ def _load(raw: bytes, file: str) -> dict[str, Any]:
             parse_float=_finite_float,
         )
     except _DuplicateKeyError as err:
-        _refuse("header-duplicate", f"`{_printable(err.key)}` stands twice in the safetensors header", file, "once", "twice")
+        what = f"`{_printable(err.key)}` stands twice in the safetensors header"
+        _refuse("header-duplicate", what, file, "once", "twice")
     except (ValueError, RecursionError) as err:
         where = f"byte {err.pos:,}: {err.msg}" if isinstance(err, json.JSONDecodeError) else _first_line(err)
         _refuse("header-json", "safetensors header is not JSON", file, "a JSON object in UTF-8", where)
@@ -163,7 +170,13 @@ def _bound(raw: bytes, file: str) -> None:
     objects = raw.count(b"{")
     if objects > MAX_TENSORS or raw.count(b"[") > 4 * MAX_TENSORS or raw.count(b",") > MAX_COMMAS:
         what = "safetensors header holds too many tensors"
-        _refuse("header-too-many", what, file, f"at most {MAX_TENSORS:,}", f"{objects:,} objects in {len(raw):,} bytes")
+        _refuse(
+            "header-too-many",
+            what,
+            file,
+            f"at most {MAX_TENSORS:,}",
+            f"{objects:,} objects in {len(raw):,} bytes",
+        )
 
 
 class _DuplicateKeyError(Exception):
@@ -171,7 +184,7 @@ class _DuplicateKeyError(Exception):
         self.key = key
 
 
-def _entry_or_dict(pairs: list[tuple[str, Any]]) -> Any:  # noqa: ANN401 - what JSON holds
+def _entry_or_dict(pairs: list[tuple[str, Any]]) -> Any:
     """Turn a tensor entry in the usual key order into a plain tuple, anything else into a dict.
 
     JSON never makes tuples, so a tuple is known to be (dtype, shape, data_offsets); it takes a quarter of the
@@ -199,17 +212,25 @@ def _finite_float(text: str) -> float:
     return value
 
 
-def _metadata(value: Any, file: str) -> dict[str, str]:  # noqa: ANN401
+def _metadata(value: Any, file: str) -> dict[str, str]:
     if value is None:
         return {}
     if type(value) is tuple:  # metadata whose keys happen to be those of an entry
         value = dict(zip(("dtype", "shape", "data_offsets"), value, strict=True))
     if type(value) is not dict:
-        _refuse("header-metadata", f"`{METADATA}` is not an object", file, "an object of strings", _kind(value))
+        _refuse(
+            "header-metadata", f"`{METADATA}` is not an object", file, "an object of strings", _kind(value)
+        )
     for key, text in value.items():
         if type(text) is not str:
             where = f"{file}: {METADATA}.{_printable(key)}"
-            _refuse("header-metadata", f"`{METADATA}` holds something else than strings", where, "a string", _kind(text))
+            _refuse(
+                "header-metadata",
+                f"`{METADATA}` holds something else than strings",
+                where,
+                "a string",
+                _kind(text),
+            )
         if not (_is_text(key) and _is_text(text)):
             _refuse("header-json", f"`{METADATA}` is not Unicode", file, "text", "half of a surrogate pair")
     return value
@@ -268,7 +289,13 @@ def _check_cover(infos: list[TensorInfo], file: str, start: int, size: int) -> N
     if at > size:
         last = _printable(infos[-1].name) if infos else None
         where = file if last is None else f"{file}, {last}"
-        _refuse("file-too-short", "file is shorter than its header says", where, f"{at:,} bytes", f"{size:,} bytes")
+        _refuse(
+            "file-too-short",
+            "file is shorter than its header says",
+            where,
+            f"{at:,} bytes",
+            f"{size:,} bytes",
+        )
     if at < size:
         what = "file is longer than its header says"
         _refuse("header-hole", what, file, f"{at:,} bytes", f"{size:,} bytes")
@@ -278,22 +305,36 @@ def _position(info: TensorInfo) -> tuple[int, int]:
     return info[4], info[5]
 
 
-def _entry(name: str, entry: Any, file: str) -> tuple[Any, Any, Any]:  # noqa: ANN401
+def _entry(name: str, entry: Any, file: str) -> tuple[Any, Any, Any]:
     """Pick the three keys of an entry with other keys or in another order; unknown keys are ignored."""
     where = f"{file}, {_printable(name)}"
     if type(entry) is not dict:
-        _refuse("header-entry", "a tensor's entry is not an object", where, "dtype, shape, data_offsets", _kind(entry))
+        _refuse(
+            "header-entry",
+            "a tensor's entry is not an object",
+            where,
+            "dtype, shape, data_offsets",
+            _kind(entry),
+        )
     missing = [key for key in ("dtype", "shape", "data_offsets") if key not in entry]
     if missing:
         found = name_some([_printable(key) for key in entry]) or "nothing"
-        _refuse("header-entry", f"a tensor's entry lacks `{missing[0]}`", where, "dtype, shape, data_offsets", found)
+        _refuse(
+            "header-entry",
+            f"a tensor's entry lacks `{missing[0]}`",
+            where,
+            "dtype, shape, data_offsets",
+            found,
+        )
     for key, value in entry.items():
         if key not in ("dtype", "shape", "data_offsets") and not _is_plain(value, MAX_DEPTH):
-            _refuse("header-json", "a tensor's entry holds a value out of range", where, None, _printable(key))
+            _refuse(
+                "header-json", "a tensor's entry holds a value out of range", where, None, _printable(key)
+            )
     return entry["dtype"], entry["shape"], entry["data_offsets"]
 
 
-def _is_plain(value: Any, depth: int) -> bool:  # noqa: ANN401
+def _is_plain(value: Any, depth: int) -> bool:
     """Hold values that nobody reads to the limits of ordinary JSON readers."""
     if depth == 0:
         return False
@@ -306,7 +347,7 @@ def _is_plain(value: Any, depth: int) -> bool:  # noqa: ANN401
     return not isinstance(value, int) or value.bit_length() < 1024
 
 
-def _explain(name: str, dtype: Any, shape: Any, offsets: Any, file: str, data: int) -> NoReturn:  # noqa: ANN401
+def _explain(name: str, dtype: Any, shape: Any, offsets: Any, file: str, data: int) -> NoReturn:
     """Say which rule an entry breaks. ``_check`` found that it breaks one."""
     if not _is_text(name):
         _refuse("header-json", "a tensor's name is not Unicode", file, "text", _printable(name))
@@ -316,10 +357,18 @@ def _explain(name: str, dtype: Any, shape: Any, offsets: Any, file: str, data: i
         _refuse("header-dtype", f"`{_printable(name)}` has an unknown dtype", where, ", ".join(BITS), found)
     if type(shape) is not list or len(shape) > MAX_RANK or not all(_is_count(dim) for dim in shape):
         expected = f"at most {MAX_RANK} integers from 0 on"
-        _refuse("header-shape", f"`{_printable(name)}` has a shape that is none", where, expected, _shown(shape))
+        _refuse(
+            "header-shape", f"`{_printable(name)}` has a shape that is none", where, expected, _shown(shape)
+        )
     if type(offsets) is not list or len(offsets) != 2 or not all(_is_count(at) for at in offsets):
         expected = f"two integers from 0 to {data:,}"
-        _refuse("header-offsets", f"`{_printable(name)}` has offsets that are none", where, expected, _shown(offsets))
+        _refuse(
+            "header-offsets",
+            f"`{_printable(name)}` has offsets that are none",
+            where,
+            expected,
+            _shown(offsets),
+        )
     begin, end = offsets
     if end < begin:
         what = f"`{_printable(name)}` ends before it begins"
@@ -329,18 +378,21 @@ def _explain(name: str, dtype: Any, shape: Any, offsets: Any, file: str, data: i
         elements *= dim
         if elements > MAX_SIZE:
             what = f"`{_printable(name)}` has a shape that no file can hold"
-            _refuse("header-shape", what, where, f"{end - begin:,} bytes, as its offsets say", f"{dtype} {_shown(shape)}")
+            expected = f"{end - begin:,} bytes, as its offsets say"
+            _refuse("header-shape", what, where, expected, f"{dtype} {_shown(shape)}")
     bits = elements * BITS[dtype]
     if bits % 8:
         what = f"`{_printable(name)}` does not fill whole bytes"
-        _refuse("header-shape", what, where, "a multiple of 8 bits", f"{bits:,} bits, {dtype} {_shown(shape)}")
+        _refuse(
+            "header-shape", what, where, "a multiple of 8 bits", f"{bits:,} bits, {dtype} {_shown(shape)}"
+        )
     what = f"the shape of `{_printable(name)}` does not fit its bytes"
     expected = f"{bits // 8:,} bytes ({dtype} {_shown(shape)})"
     _refuse("header-span", what, where, expected, f"{end - begin:,} bytes")
 
 
-def _is_count(value: Any) -> bool:  # noqa: ANN401
-    return type(value) is int and 0 <= value <= MAX_SIZE  # type, not isinstance: JSON's true is an int to Python
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_SIZE  # not isinstance: JSON's true is an int to Python
 
 
 def _is_text(value: str) -> bool:
@@ -356,7 +408,7 @@ def _printable(text: str) -> str:
     return shown.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
-def _shown(value: Any) -> str:  # noqa: ANN401
+def _shown(value: Any) -> str:
     if type(value) is not list:
         return _kind(value)
     if len(value) > MAX_RANK:
@@ -364,13 +416,13 @@ def _shown(value: Any) -> str:  # noqa: ANN401
     return "[" + ", ".join(_number(item) for item in value) + "]"
 
 
-def _number(value: Any) -> str:  # noqa: ANN401
+def _number(value: Any) -> str:
     if type(value) is int and value.bit_length() > 256:
         return f"a number of {value.bit_length():,} bits"
     return str(value) if type(value) in (int, float) else _kind(value)
 
 
-def _kind(value: Any) -> str:  # noqa: ANN401
+def _kind(value: Any) -> str:
     names = {dict: "an object", tuple: "an object", list: "a list", str: "a string", bool: "true or false"}
     if value is None:
         return "null"
@@ -428,7 +480,7 @@ def order_tensors(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
 
 
 def header_bytes(tensors: Sequence[TensorInfo], metadata: Mapping[str, str] = FORMAT_METADATA) -> bytes:
-    """Return everything before the data for ``tensors`` in file order, padded so that data starts at a page."""
+    """Return all bytes before the data of ``tensors`` in file order, padded so that data starts at a page."""
     entries: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
     for info in tensors:
@@ -458,7 +510,7 @@ def plan_shards(
     groups: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] = FORMAT_METADATA,
 ) -> list[Shard]:
-    """Divide ``tensors`` over files of at most ``max_shard_size`` bytes of data, in natural order of the names.
+    """Divide ``tensors`` over files of at most ``max_shard_size`` bytes of data, in natural order of names.
 
     ``groups`` maps a tensor's name to that of its linear: a linear stays in one shard where the limit allows.
     A tensor above the limit gets a shard of its own. One shard is called ``model.safetensors``.
@@ -466,8 +518,8 @@ def plan_shards(
     bins = _fill(_units(tensors, groups or {}), max_shard_size)
     if len(bins) == 1:
         return [place("model.safetensors", bins[0], metadata)]
-    total = len(bins)
-    return [place(f"model-{i:05d}-of-{total:05d}.safetensors", part, metadata) for i, part in enumerate(bins, 1)]
+    names = [f"model-{i:05d}-of-{len(bins):05d}.safetensors" for i in range(1, len(bins) + 1)]
+    return [place(name, part, metadata) for name, part in zip(names, bins, strict=True)]
 
 
 def _units(tensors: Iterable[TensorInfo], groups: Mapping[str, str]) -> list[list[TensorInfo]]:
@@ -497,7 +549,7 @@ def _fill(units: Iterable[list[TensorInfo]], limit: int) -> list[list[TensorInfo
 
 
 def index_json(shards: Sequence[Shard]) -> bytes:
-    """Return ``model.safetensors.index.json``: total size of the tensors, and the shard of each, in natural order."""
+    """Return ``model.safetensors.index.json``: the size of all tensors, and the shard of each."""
     where = {info.name: shard.name for shard in shards for info in shard.tensors}
     total = sum(info.nbytes for shard in shards for info in shard.tensors)
     weight_map = {name: where[name] for name in sorted(where, key=natural_order)}

@@ -1,8 +1,8 @@
 """Which files of a folder are the model, and which only lie beside it.
 
 The order is that of the engines, with one difference: where two sets of weights could both be meant, nothing
-is guessed. An index wins; else ``model.safetensors``; else one safetensors file of any name; else one complete
-series ``x-00001-of-0000n``; else the same for pickles. What is left out is listed with its reason.
+is guessed. An index wins; else ``model.safetensors``; else one safetensors file of any name; else one
+complete series ``x-00001-of-0000n``; else the same for pickles.
 """
 
 import re
@@ -82,7 +82,7 @@ def _no_weights(label: str, files: Mapping[str, int]) -> SourceError:
 
 
 def _index_of(top: Sequence[str], suffix: str) -> str | None:
-    """Return the index to follow. One of another name (GPTQ tools) counts if no file of the usual name is there."""
+    """Return the index to follow; one of another name (GPTQ tools) counts if nothing has the usual name."""
     usual = "model.safetensors" if suffix == SAFETENSORS else f"pytorch_model{suffix}"
     if usual + INDEX in top:
         return usual + INDEX
@@ -111,16 +111,27 @@ def _indexed(store: Store, index: str, *, pickled: bool) -> WeightSet:
     _check_present(store, index, counts)
     metadata = value.get("metadata")
     total: Any = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return WeightSet(tuple(sorted(counts)), weight_map, index, total, pickled)
+    notices = _stray_notice(store.files(), counts, index)
+    return WeightSet(tuple(sorted(counts)), weight_map, index, total, pickled, notices)
+
+
+def _stray_notice(files: Mapping[str, int], named: Mapping[str, int], index: str) -> tuple[Warning_, ...]:
+    """A stray ``model.safetensors`` is what transformers would load in place of the shards."""
+    stray = "model.safetensors"
+    if stray not in files or stray in named:
+        return ()
+    found = f"a file of {files[stray]:,} bytes, which transformers takes in place of the shards"
+    return (Warning_("stray-weights", stray, f"only the files that {index} names", found),)
 
 
 def check_file_name(name: str, where: str) -> None:
     """Refuse a file name from inside a file unless it is a plain name: no folder, no ``..``, not empty."""
     plain = name not in ("", ".", "..") and not any(char in name for char in "/\\\0") and name.isprintable()
-    if not plain or len(name) > 255 or ":" in name:
+    if not plain or len(name) > 255:
         shown = name if name.isprintable() else name.encode("unicode_escape", "surrogatepass").decode()
-        what = f"`{shown[:300]}` is not the name of a file in the folder"
-        raise SourceError(what, code="path-escape", where=where, expected="a plain file name", found=shown[:300])
+        shown = shown if len(shown) <= 300 else f"{shown[:300]}..."
+        what = f"`{shown}` is not the name of a file in the folder"
+        raise SourceError(what, code="path-escape", where=where, expected="a plain file name", found=shown)
 
 
 def _check_present(store: Store, index: str, counts: Mapping[str, int]) -> None:
@@ -169,7 +180,8 @@ def _unindexed(
 def _unindexed_notice(label: str, chosen: Sequence[str]) -> tuple[Warning_, ...]:
     if len(chosen) == 1:
         return ()
-    return (Warning_("no-index", label, "a weight index beside the shards", f"{len(chosen)} shards without one"),)
+    found = f"{len(chosen)} shards without one"
+    return (Warning_("no-index", label, "a weight index beside the shards", found),)
 
 
 def _whole_series(label: str, name: str) -> tuple[str, ...]:
@@ -189,7 +201,7 @@ def _series(label: str, names: Sequence[str]) -> tuple[str, ...]:
     ((prefix, total, suffix), present), *_ = series.items()
     count = int(total)
     missing = []
-    for number in range(1, min(count, len(present) + 1) + 1):  # one gap is among these: the total may be a lie
+    for number in range(1, min(count, len(present) + 1) + 1):  # a gap is among these; the total may be a lie
         name = f"{prefix}-{number:0{len(total)}d}-of-{total}{suffix}"
         if name not in present:
             missing.append(name)
@@ -210,7 +222,7 @@ def _refuse_twins(
     strays: Sequence[str],
     tensor_names: Callable[[str], frozenset[str]] | None,
 ) -> None:
-    """Other files may lie beside the model (another layout, extra data), but not a second copy of its tensors.
+    """Other files may lie beside the model (another layout, extra data), but not a second copy of it.
 
     A file counts as a copy if it holds more than half of the model's tensors, or nothing but such tensors, or
     cannot be read.
