@@ -1,4 +1,4 @@
-"""Config dialects, reading: what blocks of real tools claim, what is refused, and that nonsense never raises."""
+"""Config dialects, reading: what real blocks claim, what is refused, and that nonsense never raises."""
 
 import ast
 import json

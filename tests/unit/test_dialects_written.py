@@ -1,7 +1,7 @@
 """Config dialects, writing: a written block means what the tensors are.
 
-The engines' own matching rules are written out here, apart from the product's readers, and every written block
-is evaluated with them over all module names, in both directions.
+The engines' own matching rules are written out here, apart from the product's readers, and every written
+block is evaluated with them over all module names, in both directions.
 """
 
 import json
