@@ -93,18 +93,18 @@ def permute_rows(words: Words, bits: int, order: NDArray[np.integer]) -> Words:
     return pack_rows(np.take(unpack_rows(words, bits), order, axis=0), bits)
 
 
-def transpose_fields(planes: Words, bits: int, temp: Words) -> None:
+def transpose_fields(planes: Words, bits: int, distances: tuple[int, ...], temp: Words) -> None:
     """Exchange, in place, field i of plane r with field r of plane i. ``planes`` is (32/bits, M).
 
-    8 planes of nibbles take three rounds, 4 planes of bytes two: each round exchanges one bit of the plane
-    index with one bit of the field index. ``temp`` holds half as many words.
+    8 planes of nibbles take three rounds, 4 planes of bytes two: round b exchanges bit b of the plane index with
+    bit b of the field index. ``distances[b]`` says how far apart the array holds planes that differ in bit b:
+    (1, 2, 4) if plane r is row r of the array. ``temp`` holds half as many words.
     """
-    count = planes.shape[0]
-    distance = 1
-    while distance < count:
-        pairs = planes.reshape(count // (2 * distance), 2, distance, -1)
-        swap_fields(pairs[:, 0], pairs[:, 1], bits * distance, temp.reshape(pairs[:, 0].shape))
-        distance *= 2
+    width = bits
+    for distance in distances:
+        pairs = planes.reshape(planes.shape[0] // (2 * distance), 2, distance, -1)
+        swap_fields(pairs[:, 0], pairs[:, 1], width, temp.reshape(pairs[:, 0].shape))
+        width *= 2
 
 
 def transpose_words(source: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:

@@ -36,6 +36,10 @@ from w4pack.convert.formats import (
 
 COLUMN_OF_FIELD = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 1, 2, 3)}
 
+# Planes of fields are kept in the order of the columns: plane i at COLUMN_OF_FIELD[i]. In binary the interleave
+# takes field (i2 i1 i0) to column (i1 i0 i2), so planes that differ in bit 0, 1, 2 of i lie 2, 4, 1 apart.
+PLANE_DISTANCES = {4: (2, 4, 1), 8: (1, 2)}
+
 
 SUFFIXES = ("qweight", "qzeros", "scales")  # every tensor a linear may have, its bias aside
 
@@ -61,12 +65,17 @@ def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
 def _unpack_band(band: Words, bits: int, out: Words) -> None:
     per_word, (high, width) = 32 // bits, (out.shape[0], band.shape[1])
     planes = scratch_words("awq.planes", per_word * high * width).reshape(per_word, high, width)
-    for row in range(per_word):
+    for row, column in enumerate(COLUMN_OF_FIELD[bits]):
         part = band[row::per_word]
-        planes[row, : part.shape[0]] = part
-        planes[row, part.shape[0] :] = 0  # a ragged tail of K
-    transpose_fields(planes.reshape(per_word, -1), bits, scratch_words("awq.temp", planes.size // 2))
-    np.copyto(*_by_column(out, planes, bits))
+        planes[column, : part.shape[0]] = part
+        planes[column, part.shape[0] :] = 0  # a ragged tail of K
+    _transpose(planes, bits)
+    np.copyto(out.reshape(high, width, per_word), planes.transpose(1, 2, 0))
+
+
+def _transpose(planes: Words, bits: int) -> None:
+    temp = scratch_words("awq.temp", planes.size // 2)
+    transpose_fields(planes.reshape(planes.shape[0], -1), bits, PLANE_DISTANCES[bits], temp)
 
 
 def pack(words: Words, bits: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
@@ -85,23 +94,10 @@ def pack(words: Words, bits: int, out: NDArray[np.int32] | None = None) -> NDArr
 def _pack_band(band: Words, bits: int, out: Words) -> None:
     per_word, (high, cols) = 32 // bits, band.shape
     planes = scratch_words("awq.planes", band.size).reshape(per_word, high, cols // per_word)
-    target, source = _by_column(band, planes, bits)
-    np.copyto(source, target)
-    transpose_fields(planes.reshape(per_word, -1), bits, scratch_words("awq.temp", planes.size // 2))
-    for row in range(per_word):
-        out[row::per_word] = planes[row, : out[row::per_word].shape[0]]
-
-
-def _by_column(words: Words, planes: Words, bits: int) -> tuple[Words, Words]:
-    """View canonical words (R, N) and field planes (field, R, word) so that equal places are one column.
-
-    4 bit: field (i2 i1 i0) holds column 8c + (i1 i0 i2), which is the interleave written in binary.
-    """
-    per_word, high, width = planes.shape
-    if bits == 4:
-        columns = words.reshape(high, width, 2, 2, 2)
-        return columns, planes.reshape(2, 2, 2, high, width).transpose(3, 4, 1, 2, 0)
-    return words.reshape(high, width, per_word), planes.transpose(1, 2, 0)
+    np.copyto(planes, band.reshape(high, cols // per_word, per_word).transpose(2, 0, 1))
+    _transpose(planes, bits)
+    for row, column in enumerate(COLUMN_OF_FIELD[bits]):
+        out[row::per_word] = planes[column, : out[row::per_word].shape[0]]
 
 
 def specs(scheme: QuantScheme) -> dict[str, Header]:
