@@ -75,7 +75,8 @@ def unpack_codes(tiles: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
     k, n = np.meshgrid(np.arange(rows), np.arange(cols), indexing="ij")
     row, word, slot = code_position(k, n, bits)
     shifted: NDArray[np.uint32] = tiles.view(np.uint32)[row, word] >> (slot * bits).astype(np.uint32)
-    return (shifted & np.uint32(2**bits - 1)).astype(np.uint8)
+    codes: NDArray[np.uint8] = (shifted & np.uint32(2**bits - 1)).astype(np.uint8)
+    return codes
 
 
 def grouped_order(out_features: int) -> Index:
@@ -129,4 +130,5 @@ def unpack_zeros(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
     """Unpack int32 (G, N*bits/32) to (G, N) zero points: the inverse of ``pack_zeros``."""
     word, slot = zero_position(np.arange(words.shape[1] * 32 // bits), bits)
     shifted: NDArray[np.uint32] = words.view(np.uint32)[:, word] >> (slot * bits).astype(np.uint32)
-    return (shifted & np.uint32(2**bits - 1)).astype(np.uint8)
+    codes: NDArray[np.uint8] = (shifted & np.uint32(2**bits - 1)).astype(np.uint8)
+    return codes

@@ -96,9 +96,9 @@ def permute_rows(words: Words, bits: int, order: NDArray[np.integer]) -> Words:
 def transpose_fields(planes: Words, bits: int, distances: tuple[int, ...], temp: Words) -> None:
     """Exchange, in place, field i of plane r with field r of plane i. ``planes`` is (32/bits, M).
 
-    8 planes of nibbles take three rounds, 4 planes of bytes two: round b exchanges bit b of the plane index with
-    bit b of the field index. ``distances[b]`` says how far apart the array holds planes that differ in bit b:
-    (1, 2, 4) if plane r is row r of the array. ``temp`` holds half as many words.
+    8 planes of nibbles take three rounds, 4 planes of bytes two: round b exchanges bit b of the plane index
+    with bit b of the field index. ``distances[b]`` says how far apart the array holds planes that differ in bit
+    b: (1, 2, 4) if plane r is row r of the array. ``temp`` holds half as many words.
     """
     width = bits
     for distance in distances:
@@ -111,7 +111,7 @@ def transpose_words(source: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
     """Write ``source.T`` to ``out``; both hold 32-bit words, rows contiguous.
 
     A plain transposed copy moves 4 bytes at a time with long strides. Here 16-byte quads of words are
-    transposed first, in squares that stay in cache, and split into single words on the way out: twice as fast.
+    transposed first, in squares that stay in cache, and split into words on the way out: twice as fast.
     """
     rows, cols = source.shape
     whole = cols - cols % QUAD
@@ -134,5 +134,5 @@ def _transpose_quads(part: Words, out: Words) -> None:
 
 
 def bands(total: int, words_each: int, step: int = 1) -> range:
-    """Cut ``total`` items of ``words_each`` words into cache-sized multiples of ``step``: ``range.step`` items."""
+    """Cut ``total`` items of ``words_each`` words into cache-sized multiples of ``step``."""
     return range(0, total, max(1, BLOCK_WORDS // max(1, words_each * step)) * step)

@@ -3,8 +3,8 @@
     w[k, n] = (q[k, n] - z[g, n]) * s[g, n],   g = group[k], or k // group_size
 
 The difference is an integer of at most 255, so the product with a 16-bit scale is exact in float32, and that
-with a float32 scale in float64; it is then rounded once, to nearest even, to the wanted dtype. Going through the
-dtype of the scales first would round twice.
+with a float32 scale in float64; it is then rounded once, to nearest even, to the wanted dtype. Going through
+the dtype of the scales first would round twice.
 """
 
 from typing import Any

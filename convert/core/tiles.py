@@ -99,7 +99,7 @@ def _run_place(rows: int, chunks: int, bits: int) -> NDArray[np.intp]:
 
 
 def _quads(gathered: Words, bits: int, rows: int, chunks: int) -> Words:
-    """View gathered words in the order of a tile row: (tile row, chunk, n % 8, t in two axes, word of lane)."""
+    """View gathered words in the order of a tile row: (tile row, chunk, n % 8, t in two axes, word)."""
     if bits == 4:  # (t // 2, t % 2, j, row, chunk, n % 8)
         view: Words = gathered.reshape(2, 2, 4, rows, chunks, RUN).transpose(3, 4, 5, 0, 1, 2)
     else:  # (t % 2, t // 2, n % 64 // 8, row, chunk, n % 8)

@@ -3,20 +3,29 @@
 A layout is two things: a *grid* (which 2-D tensor holds the codes, and how K and N run over its axes) and
 a handful of functions, the same in every module:
 
-``grid(bits) -> Grid``                              where the codes lie
-``unpack(block, bits, out=None) -> words``          stored block -> canonical words (see quantlinear); a view of
-                                                    the block where the layout is the canonical one
-``pack(words, bits, out=None) -> block``            the inverse; bytes are deterministic
-``specs(scheme) -> {suffix: (dtype, shape)}``       every tensor of a linear of that scheme, codes included
-``decode_params(tensors, scheme, zero_kind) -> GroupParams``   the small tensors, whole
-``encode_params(params, scheme) -> {suffix: array}``           the inverse; all of ``specs`` but the codes
-``limits(scheme) -> Obstacle | None``               why this layout cannot hold the scheme
-``obstacle(scheme) -> Obstacle | None``             the same with the targets that could
-``match(tensors, values=None) -> Match | None``     do these {suffix: (dtype, shape)} have this layout; ``values``
-                                                    are the tensors of ``DECIDING`` that were read
+``grid(bits) -> Grid``
+    where the codes lie
+``unpack(block, bits, out=None) -> words``
+    stored block -> canonical words (see quantlinear); a view of the block if the layout is the canonical one
+``pack(words, bits, out=None) -> block``
+    the inverse; bytes are deterministic
+``specs(scheme) -> {suffix: (dtype, shape)}``
+    every tensor of a linear of that scheme, codes included
+``decode_params(tensors, scheme, zero_kind) -> GroupParams``
+    the small tensors, whole
+``encode_params(params, scheme) -> {suffix: array}``
+    the inverse; all of ``specs`` but the codes
+``limits(scheme) -> Obstacle | None``
+    why this layout cannot hold the scheme
+``obstacle(scheme) -> Obstacle | None``
+    the same, with the targets that could
+``match(tensors, values=None) -> Match | None``
+    do these {suffix: (dtype, shape)} have this layout; ``values``: the tensors of ``DECIDING`` that were read
+``SUFFIXES``
+    every tensor a linear may have, its bias aside
 
-Layouts that store rows sorted by group have ``row_order(tensors, scheme)`` (the artifact). Where K is no multiple
-of the codes in a word, the fields past the last row are zero in words, and ``pack`` returns whole words' rows.
+The artifact stores rows sorted by group and has ``row_order(tensors, scheme)`` besides. Where K is no
+multiple of the codes in a word, the fields past the last row are zero, and ``pack`` returns the rows of whole words.
 
 No layout imports another; none reads files.
 """
@@ -45,7 +54,7 @@ FORMATS: dict[str, tuple[str, str]] = {
     "marlin": ("marlin", "w4pack artifact: Marlin tiles, grouped scale order"),
 }
 
-# Order of the tests: at K = 256, g = 32 a gemv layer's shapes satisfy GPTQ's test too, so gemv is asked first.
+# Order of the tests: at K = 256, g = 32 the shapes of gemv satisfy GPTQ's test too, so gemv is asked first.
 DETECTION_ORDER = (
     "awq-gemv-fast",
     "awq-gemv",
@@ -57,26 +66,8 @@ DETECTION_ORDER = (
     "marlin",
 )
 
-# Layouts that are written for use elsewhere, in the order in which they are suggested; ``dense`` is no layout.
+# Layouts that are written for use elsewhere, in the order of suggestion; ``dense`` is no layout.
 TARGETS = ("marlin", "gptq", "awq", "compressed-tensors", "marlin-legacy")
-
-# Every tensor a layer of a layout can have, the bias aside.
-SUFFIXES: dict[str, tuple[str, ...]] = {
-    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
-    "awq": ("qweight", "qzeros", "scales"),
-    "awq-gemv": ("qweight", "qzeros", "scales"),
-    "awq-gemv-fast": ("qweight", "qzeros", "scales"),
-    "awq-marlin": ("qweight", "scales"),
-    "compressed-tensors": (
-        "weight_packed",
-        "weight_scale",
-        "weight_zero_point",
-        "weight_shape",
-        "weight_g_idx",
-    ),
-    "marlin-legacy": ("B", "s"),
-    "marlin": ("weight", "weight_scale", "weight_zero_point", "act_perm"),
-}
 
 # Small tensors whose values, not only headers, ``match`` needs.
 DECIDING: dict[str, tuple[str, ...]] = {"compressed-tensors": ("weight_shape",)}
@@ -86,9 +77,9 @@ DECIDING: dict[str, tuple[str, ...]] = {"compressed-tensors": ("weight_shape",)}
 class Grid:
     """The 2-D tensor that holds the codes.
 
-    Along its axes run K and N; ``k_unit`` codes of K take ``k_elems`` elements of the K axis, ``n_unit`` codes
-    of N take ``n_elems`` elements of the N axis. Blocks start and end at multiples of the units (the last
-    block may be short where the layout packs a ragged tail).
+    Along its axes run K and N; ``k_unit`` codes of K take ``k_elems`` elements of the K axis, ``n_unit``
+    codes of N take ``n_elems`` elements of the N axis. Blocks start and end at multiples of the units (the
+    last block may be short where the layout packs a ragged tail).
     """
 
     suffix: str
@@ -166,7 +157,7 @@ def with_targets(found: Obstacle | None, scheme: QuantScheme) -> Obstacle | None
 
 
 def mismatch(suffix: str, expected: str, found: str) -> SourceError:
-    """Return the error for a tensor that contradicts its companions; the caller puts the layer in ``where``."""
+    """Return the error for a tensor that contradicts its companions; the caller adds the layer."""
     return SourceError(
         f"`{suffix}` does not fit the other tensors of its layer",
         code="shape-mismatch",

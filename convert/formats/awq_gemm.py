@@ -4,8 +4,8 @@
     qzeros   int32 (G, N*b/32)
     scales   (G, N)
 
-4 bit interleaves: nibble i of word c holds column 8c + [0, 2, 4, 6, 1, 3, 5, 7][i], so columns 0..7 with codes
-0..7 are the word 0x75316420 (autoawq 0.2.9, utils/packing_utils). GPTQModel also writes 8 bit, without
+4 bit interleaves: nibble i of word c holds column 8c + [0, 2, 4, 6, 1, 3, 5, 7][i], so columns 0..7 with
+codes 0..7 are the word 0x75316420 (autoawq 0.2.9, utils/packing_utils). GPTQModel also writes 8 bit, without
 an interleave: byte i of word c is column 4c + i.
 """
 
@@ -36,12 +36,13 @@ from w4pack.convert.formats import (
 
 COLUMN_OF_FIELD = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 1, 2, 3)}
 
-# Planes of fields are kept in the order of the columns: plane i at COLUMN_OF_FIELD[i]. In binary the interleave
-# takes field (i2 i1 i0) to column (i1 i0 i2), so planes that differ in bit 0, 1, 2 of i lie 2, 4, 1 apart.
+# Planes of fields are kept in the order of the columns: plane i at COLUMN_OF_FIELD[i]. In binary the
+# interleave takes field (i2 i1 i0) to column (i1 i0 i2), so planes that differ in
+# bit 0, 1, 2 of i lie 2, 4, 1 apart.
 PLANE_DISTANCES = {4: (2, 4, 1), 8: (1, 2)}
 
 
-SUFFIXES = ("qweight", "qzeros", "scales")  # every tensor a linear may have, its bias aside
+SUFFIXES = ("qweight", "qzeros", "scales")
 
 
 def grid(bits: int) -> Grid:

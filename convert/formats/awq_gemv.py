@@ -35,7 +35,7 @@ from w4pack.convert.formats import (
 GROUP_SIZES = (ONE_GROUP, 32, 64, 128)
 
 
-SUFFIXES = ("qweight", "qzeros", "scales")  # every tensor a linear may have, its bias aside
+SUFFIXES = ("qweight", "qzeros", "scales")
 
 
 def grid(bits: int) -> Grid:

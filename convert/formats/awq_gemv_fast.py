@@ -41,7 +41,7 @@ ROWS = 4  # outputs of one stored row
 NIBBLE = np.uint16(15)
 
 
-SUFFIXES = ("qweight", "qzeros", "scales")  # every tensor a linear may have, its bias aside
+SUFFIXES = ("qweight", "qzeros", "scales")
 
 
 def grid(bits: int) -> Grid:
@@ -121,7 +121,7 @@ def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero
 
 
 def recover_zeros(scaled: NDArray[np.float16], scales: NDArray[np.float16]) -> NDArray[np.uint8]:
-    """Return rint(-scaled / scales), 0 where the scale is 0. Raises SourceError if -(scale * zero) differs."""
+    """Return rint(-scaled / scales), 0 where the scale is 0. Raises SourceError where no zero fits."""
     wide = scales.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         ratio = np.rint(-scaled.astype(np.float64) / np.where(wide == 0, 1.0, wide))
@@ -135,8 +135,8 @@ def recover_zeros(scaled: NDArray[np.float16], scales: NDArray[np.float16]) -> N
             code="zero-recovery",
             where="qzeros",
             expected="-(scale * z) rounded to float16, with an integer z from 0 to 15",
-            found=f"{scaled[group, column]} at group {group}, column {column} with scale {scales[group, column]}"
-            f" ({len(bad)} such places)",
+            found=f"{scaled[group, column]} at group {group}, column {column}, where the scale is"
+            f" {scales[group, column]} ({len(bad)} such places)",
         )
     return zeros
 

@@ -37,7 +37,7 @@ from w4pack.kernels import layout
 GROUP_SIZES = (ONE_GROUP, 64, 128)
 
 
-SUFFIXES = ("qweight", "scales")  # every tensor a linear may have, its bias aside
+SUFFIXES = ("qweight", "scales")
 
 
 def grid(bits: int) -> Grid:

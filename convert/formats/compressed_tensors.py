@@ -37,13 +37,7 @@ from w4pack.convert.formats import (
     with_targets,
 )
 
-SUFFIXES = (
-    "weight_packed",
-    "weight_scale",
-    "weight_shape",
-    "weight_zero_point",
-    "weight_g_idx",
-)  # every tensor a linear may have, its bias aside
+SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 
 
 def grid(bits: int) -> Grid:

@@ -1,14 +1,14 @@
 """GPTQ: codes packed along K, as AutoGPTQ, GPTQModel, Optimum and AutoRound write them.
 
-    qweight  int32 (K*b/32, N)   low bits first along K: word (r, n) holds rows 32/b*r ...: the canonical words
+    qweight  int32 (K*b/32, N)   low bits first along K: the canonical words as they are
     qzeros   int32 (G, N*b/32)   low bits first along N, natural order
     scales   (G, N)              natural order
     g_idx    int32 (K,)          group of each row; the codes stay in natural row order
 
 Zero points are stored in one of two ways. v1 stores z - 1, v2 stores z. v1 subtracts on whole words, so z = 0
-borrows from the next field: z = (0, 5, 8, 8, 8, 8, 8, 8) is 0x88888850 in v2 and 0x7777773F in v1, and only the
-addition on whole words gives the zeros back (gptqmodel 7.7.0: its v1/v2 conversion). ``v1-nibble`` reads each
-field by itself, field + 1, which may give 16 (256 for 8 bit): writers that did not subtract on words.
+borrows from the next field: z = (0, 5, 8, 8, 8, 8, 8, 8) is 0x88888850 in v2 and 0x7777773F in v1, and only
+the addition on whole words gives the zeros back (gptqmodel 7.7.0: its v1/v2 conversion). ``v1-nibble`` reads
+each field by itself, field + 1, which may give 16 (256 for 8 bit): writers that did not subtract on words.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ from w4pack.convert.formats import (
 ONE_PER_FIELD = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
 
 
-SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")  # every tensor a linear may have, its bias aside
+SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def grid(bits: int) -> Grid:
@@ -100,7 +100,7 @@ def read_zeros(qzeros: NDArray[Any], scheme: QuantScheme, zero_kind: str) -> NDA
     fields = unpack_axis(words, scheme.bits, 1, scheme.out_features)
     if zero_kind != "v1-nibble":
         return fields
-    wide = fields.astype(np.uint16) + np.uint16(1)
+    wide: NDArray[np.uint16] = fields.astype(np.uint16) + np.uint16(1)
     return wide.astype(np.uint8) if wide.max(initial=0) < 256 else wide
 
 
@@ -109,8 +109,8 @@ def encode_params(
 ) -> dict[str, NDArray[Any]]:
     """Write zeros, scales and group map.
 
-    Zeros are v1 for symmetric and v2 for asymmetric schemes, the forms that loaders accept without knowing the
-    writer, unless ``zero_kind`` names another (to rebuild a source).
+    Zeros are v1 for symmetric and v2 for asymmetric schemes, the forms that loaders accept without knowing
+    the writer, unless ``zero_kind`` names another (to rebuild a source).
     """
     kind = zero_kind or ("v1" if scheme.sym else "v2")
     group = params.group if scheme.act_order else natural_map(scheme)
@@ -184,7 +184,7 @@ def _bits(qzeros: tuple[int, ...], groups: int, cols: int) -> int:
 
 
 def _check_rows(qweight: tuple[int, ...], g_idx: tuple[int, ...], bits: int) -> None:
-    """Compare K, which is the length of ``g_idx``, with the words: some writers fill the last word, and only that."""
+    """Compare K, which is the length of ``g_idx``, with the words: some writers fill up the last word."""
     if len(g_idx) != 1 or not g_idx[0]:
         raise mismatch("g_idx", "one group for each row", f"{list(g_idx)}")
     words = -(-g_idx[0] * bits // 32)

@@ -6,8 +6,8 @@
     act_perm           int32 (K,)              act-order only: packed row r is source row act_perm[r]
 
 K' and N' are K and N rounded up to 64, G' = ceil(K' / g), 1 for g = -1. Padding decodes to zero whatever a
-kernel does with it: padded columns and whole padded groups have zero point and code 2^(b-1) and scale +0.0; padded
-rows of a group that also holds real rows have that group's zero points as codes.
+kernel does with it: padded columns and whole padded groups have zero point and code 2^(b-1) and scale +0.0;
+padded rows of a group that also holds real rows have that group's zero points as codes.
 """
 
 from collections.abc import Mapping
@@ -51,12 +51,7 @@ def stored_groups(scheme: QuantScheme) -> int:
     return 1 if scheme.group_size == ONE_GROUP else -(-rows // scheme.group_size)
 
 
-SUFFIXES = (
-    "weight",
-    "weight_scale",
-    "weight_zero_point",
-    "act_perm",
-)  # every tensor a linear may have, its bias aside
+SUFFIXES = ("weight", "weight_scale", "weight_zero_point", "act_perm")
 
 
 def grid(bits: int) -> Grid:
@@ -150,7 +145,7 @@ def padding_codes(scheme: QuantScheme, params: GroupParams) -> NDArray[np.uint8]
 def pad_words(words: Words, scheme: QuantScheme, params: GroupParams, k0: int = 0, n0: int = 0) -> Words:
     """Pad a block of canonical words to whole units where it ends at K or N; rows are in packed order.
 
-    The block starts at row ``k0`` (a multiple of 64) and column ``n0``. Returns ``words`` itself if nothing is padded.
+    The block starts at row ``k0`` (a multiple of 64) and column ``n0``. Without padding this is ``words``.
     """
     rows = min(words.shape[0] * scheme.codes_per_word, scheme.in_features - k0)
     cols = words.shape[1]

@@ -1,7 +1,7 @@
 """Legacy Marlin ``B`` and ``s``: the first Marlin kernel's files, symmetric 4 bit, group 128 or -1.
 
     B  int32 (K/16, 2N)   Marlin tiles (kernels/layout.py)
-    s  fp16 (G, N)        grouped order if G > 1; the per-channel order for one group, also when the config says
+    s  fp16 (G, N)        grouped order if G > 1; the per-channel order for one group, also if the config says
                           128 and K is 128 (IST-DASLab/marlin 2f6d7c1: Layer.pack)
 
 The bias is in natural order. K is a multiple of 128, N of 256.
@@ -40,7 +40,7 @@ GROUP_SIZES = (ONE_GROUP, 128)
 K_UNIT, N_UNIT = 128, 256  # thread blocks of that kernel
 
 
-SUFFIXES = ("B", "s")  # every tensor a linear may have, its bias aside
+SUFFIXES = ("B", "s")
 
 
 def grid(bits: int) -> Grid:

@@ -1,7 +1,7 @@
 """Layouts against files of other programs: an engine's repacked bytes, and the checkpoints of the tools.
 
-Expected bytes and hashes come from those files. The engines store one scale row in the per-channel order where
-the artifact keeps the grouped one, so scales of such cases are compared after `oracle.channel_order`.
+Expected bytes and hashes come from those files. The engines store one scale row in the per-channel order
+where the artifact keeps the grouped one, so scales of such cases are compared after `oracle.channel_order`.
 """
 
 from __future__ import annotations
