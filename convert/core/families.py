@@ -45,6 +45,10 @@ FUSED_LEAVES: dict[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "w13": ("w1", "w3"),
 }
+_FUSED_WITH = {
+    leaf: tuple((fused, parts) for fused, parts in FUSED_LEAVES.items() if leaf in parts)
+    for leaf in {part for parts in FUSED_LEAVES.values() for part in parts}
+}
 # The second matrix of an MLP and the ones whose outputs are its inputs, channel by channel. Transposed
 # linears (``c_fc`` of GPT-2) are left out on purpose: their output axis lies elsewhere.
 INTERMEDIATE_LEAVES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -59,13 +63,15 @@ HALVED_LEAVES = ("gate_up_proj",)  # gate and up stacked along N: a permutation 
 
 _EXPERT = re.compile(r"(?P<layer>.*\.)?experts\.(?P<index>\d+)\.(?P<leaf>[^.]+)")
 _SHARED = re.compile(r"(?:^|.*\.)shared_(?:expert|experts|mlp)\.[^.]+")
-_NUMBER = re.compile(r"(\d+)")
+_NUMBER = re.compile("([0-9]+)")
+MAX_DIGITS = 18  # longer runs of digits are hostile (Python refuses to parse thousands) and count as equal
 
 
-def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key that orders numbers as numbers: layer 2 before layer 10."""
-    parts = _NUMBER.split(name)
-    return tuple((1, int(part), part) if odd % 2 else (0, 0, part) for odd, part in enumerate(parts))
+def natural_key(name: str) -> tuple[tuple[Any, ...], str]:
+    """Sort key that orders numbers as numbers: layer 2 before layer 10. Only equal names have equal keys."""
+    parts: list[Any] = _NUMBER.split(name)  # text and digits in turn, so only like is compared with like
+    parts[1::2] = [int(digits) if len(digits) < MAX_DIGITS else 10**MAX_DIGITS for digits in parts[1::2]]
+    return tuple(parts), name
 
 
 def split_name(module: str) -> tuple[str, str]:
@@ -126,13 +132,13 @@ def fused_sets(modules: Iterable[str]) -> tuple[FusedSet, ...]:
     found: list[FusedSet] = []
     experts: dict[str, list[str]] = {}
     for name in names:
-        parent, _ = split_name(name)
-        for fused, parts in FUSED_LEAVES.items():
+        parent, leaf = split_name(name)
+        for fused, parts in _FUSED_WITH.get(leaf, ()):
             members = tuple(parent + part for part in parts if parent + part in known)
             if len(members) > 1 and name == members[0]:
                 kind: FusedKind = "qkv" if fused == "qkv_proj" else "gate_up"
                 found.append(FusedSet(parent + fused, kind, members))
-        match = _EXPERT.fullmatch(name)
+        match = _EXPERT.fullmatch(name) if "experts." in name else None
         if match:
             experts.setdefault((match["layer"] or "") + "experts", []).append(name)
     found += [FusedSet(name, "experts", tuple(group)) for name, group in experts.items()]

@@ -15,6 +15,13 @@ def test_natural_order_takes_numbers_as_numbers() -> None:
     assert sorted(names, key=families.natural_key) == ["lm_head", "m.2", "m.2.a", "m.2.b", "m.10.b"]
 
 
+def test_natural_order_of_hostile_names() -> None:
+    names = ["m." + "9" * 6000, "m." + "8" * 6000, "m.\u0663", "m.1", "1", "", "m.01"]
+    ordered = sorted(names, key=families.natural_key)
+    assert ordered == sorted(reversed(names), key=families.natural_key)
+    assert ordered[:4] == ["", "1", "m.01", "m.1"]
+
+
 @pytest.mark.parametrize(
     ("module", "role"),
     [
