@@ -92,11 +92,11 @@ def take_columns(linear: Linear, order: NDArray[Any]) -> Linear:
     )
 
 
-def folded(linears: dict[str, Linear]) -> dict[str, Linear]:
-    """Return the linears with every down_proj's order moved into its gate and up."""
+def folded(linears: dict[str, Linear], dense: frozenset[str] = frozenset()) -> dict[str, Linear]:
+    """Return the linears with the order of every down_proj (but dense ones) moved into its gate and up."""
     out = dict(linears)
     for name, linear in linears.items():
-        if not is_down(name) or order_class(linear) != "groups":
+        if not is_down(name) or order_class(linear) != "groups" or name in dense:
             continue
         order = fold_of(linear)
         out[name] = take_rows(linear, order)
@@ -120,6 +120,15 @@ def same_numbers(got: Linear, want: Linear, where: str = "") -> None:
         assert np.array_equal(got.per_row()[2], want.per_row()[2]), (where, "scale bits")
 
 
+def siblings(name: str) -> list[str]:
+    """Return the modules that engines fuse with this one, itself included: all packed, or none."""
+    stem, _, last = name.rpartition(".")
+    for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")):
+        if last in group:
+            return [f"{stem}.{part}" for part in group]
+    return [name]
+
+
 @dataclass
 class Verdict:
     """What the losslessness table says of one module and one target: ``ok``, ``refuse`` or ``shape``."""
@@ -140,6 +149,8 @@ def verdict(name: str, linear: Linear, target: str) -> Verdict:
         return Verdict("ok" if size == -1 or size % 32 == 0 else "refuse", f"group size {size}")
     if order == "groups" and not is_down(name):
         return Verdict("refuse", "act-order")
+    if target == "awq" and name == "lm_head":
+        return Verdict("shape", "no engine but one takes it: in 16 bit")
     if target in ("awq", "marlin-legacy") and linear.bits != 4:
         return Verdict("refuse", "8 bit")
     if target == "marlin-legacy":

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,10 +62,16 @@ class Run:
         text = self.text.replace("\\u2014", "-")
         return all(str(part) in text or str(part) in text.replace(",", "") for part in parts)
 
+    def saved_traceback(self) -> str:
+        """Return the traceback that the command saved for a report, for the message of a failed test."""
+        found = re.search(r"\S+/w4pack-\w+\.log", self.text.replace('"', " "))
+        return Path(found[0]).read_text()[-3000:] if found and Path(found[0]).exists() else ""
+
     def expect(self, code: int, *parts: object) -> Run:
         """Check the exit code and the names and numbers that must be said; never a traceback."""
-        shown = f"\n$ w4pack {' '.join(self.args)}\nexit {self.code}\n{self.out[-6000:]}\n{self.err[-3000:]}"
+        shown = f"\n$ w4pack {' '.join(self.args)}\nexit {self.code}\n{brief(self.out)}\n{self.err[-3000:]}"
         assert "Traceback" not in self.text, f"a traceback{shown}"
+        assert "which is a bug" not in self.text, f"a bug{shown}{self.saved_traceback()}"
         assert self.code == code, f"exit {self.code}, expected {code}{shown}"
         for part in parts:
             assert self.says(part), f"{part!r} is not said{shown}"
@@ -80,6 +87,17 @@ def kept_signals() -> Iterator[None]:
     finally:
         for number, handler in saved.items():
             signal.signal(number, handler)
+
+
+def brief(text: str, width: int = 400) -> str:
+    """Shorten JSON lines for the message of a failed test."""
+    lines = [
+        line if len(line) <= width else f"{line[:width]} ... ({len(line)} characters)"
+        for line in text.splitlines()
+    ]
+    return "\n".join(
+        line for line in lines if '"event": "layer"' not in line and '"event": "progress"' not in line
+    )
 
 
 def run_here(*args: str) -> Run:

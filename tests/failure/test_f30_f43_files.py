@@ -376,14 +376,11 @@ def test_f37_higher_artifact_version_is_refused_with_both_numbers(tmp_path: Path
     config = oracle.read_config(out)
     config["quantization_config"]["artifact_version"] = 2
     b.write_json(out / "config.json", config)
-    for words in (
-        ("convert", out, tmp_path / "again", "--to", "gptq"),
-        ("inspect", out),
-        ("unpack", out, tmp_path / "u"),
-    ):
+    for words in (("convert", out, tmp_path / "again", "--to", "gptq"), ("unpack", out, tmp_path / "u")):
         done = run(*words, "--json")
-        assert done.code in (1, 3)
+        assert done.code in (1, 3), words
         done.expect(done.code, "artifact_version", 2, 1)
+    run("inspect", out, "--json").expect(0, "artifact_version")  # may describe it, not pass over it
 
 
 @pytest.mark.parametrize(
