@@ -4,6 +4,7 @@
 all its transport errors is found through ``HfHubHTTPError``, which inherits from it in both.
 """
 
+import json
 import random
 import time
 from collections.abc import Callable
@@ -34,7 +35,7 @@ class Patience:
 
 
 QUICK = Patience(tries=4, total_s=15.0)  # a question a person waits for
-STEADY = Patience(tries=8, total_s=600.0)  # an upload; the Hub's rate limits count in windows of five minutes
+STEADY = Patience(tries=10, total_s=600.0)  # an upload; the Hub's rate limits count in windows of five minutes
 
 
 def session_tools() -> Any:
@@ -57,7 +58,7 @@ def persist(call: Callable[[], T], patience: Patience) -> T:
         except Exception as err:
             if attempt == patience.tries or not may_pass(err):
                 raise
-            pause = asked_wait(err) or wait * random.uniform(0.8, 1.2)
+            pause = asked_wait(root_cause(err)) or wait * random.uniform(0.8, 1.2)
             if pause > left:
                 raise
         time.sleep(pause)
@@ -67,9 +68,12 @@ def persist(call: Callable[[], T], patience: Patience) -> T:
 
 def may_pass(err: BaseException) -> bool:
     """Tell whether the same call may succeed later: rate limits, server faults, broken connections."""
+    err = root_cause(err)
     status = status_of(err)
     if status is not None:
         return status in PASSING_STATUS
+    if isinstance(err, json.JSONDecodeError):  # the client reads an answer before it looks at its status
+        return True
     return is_transport(err) and type(err).__name__ not in (
         "UnsupportedProtocol",
         "LocalProtocolError",
@@ -92,6 +96,14 @@ def root_cause(err: BaseException) -> BaseException:
             return seen
         seen = seen.__cause__
     return err
+
+
+def is_no_xet(err: BaseException | None) -> bool:
+    """Tell whether the client's xet transfer failed to find its storage (the endpoint has none)."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    is_http = err is not None and (status_of(err) is not None or is_transport(err))
+    return isinstance(err, ConnectionError) and not isinstance(err, OfflineModeIsEnabled) and not is_http
 
 
 def status_of(err: BaseException) -> int | None:
@@ -118,11 +130,10 @@ def asked_wait(err: BaseException) -> float | None:
 
 
 def server_text(err: BaseException) -> str:
-    """Return what the server said, or else the error's first line; never more than a few lines."""
-    text = str(getattr(err, "server_message", None) or "").strip()
-    if not text:
-        lines = [line.strip() for line in str(err).splitlines() if line.strip()]
-        text = lines[0] if lines else type(err).__name__
+    """Return what the server said, or else the error's first lines."""
+    text = str(getattr(err, "server_message", None) or "") or str(err)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    text = " ".join(lines[:4]) or type(err).__name__
     return scrub(text[:SERVER_TEXT_LIMIT])
 
 
