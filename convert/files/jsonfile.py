@@ -12,8 +12,9 @@ from w4pack.convert.errors import SourceError
 from w4pack.convert.files.store import Store
 
 MAX_CONFIG = 16 << 20  # bytes; the largest configs seen list 100,000 module names
-MAX_INDEX = 64 << 20  # bytes; half a million tensors
+MAX_INDEX = 64 << 20  # bytes; the indexes of the largest models have 25 million
 MAX_WIDE = 25_000_000  # bytes, with other than ASCII text: Python spends up to 4 bytes a character
+MAX_VALUES = 1_000_000  # of an index: names of tensors; of a config: anything
 MAX_DEPTH = 64
 
 
@@ -29,8 +30,8 @@ def read_object(store: Store, name: str, limit: int = MAX_CONFIG) -> tuple[bytes
 
 def parse_object(raw: bytes, name: str) -> dict[str, Any]:
     """Parse the bytes of the JSON file ``name``. Raises SourceError as ``read_object`` does."""
-    if raw.count(b"[") + raw.count(b"{") > 500_000 or raw.count(b",") > 4_000_000:
-        _refuse("holds too many values", name, "at most 500,000 lists and objects", f"{len(raw):,} bytes")
+    if raw.count(b"[") + raw.count(b"{") > MAX_VALUES or raw.count(b",") > MAX_VALUES:
+        _refuse("holds too many values", name, f"at most {MAX_VALUES:,}", f"{len(raw):,} bytes")
     if len(raw) > MAX_WIDE and not raw.isascii():
         _refuse("is too large", name, f"at most {MAX_WIDE:,} bytes, or ASCII text", f"{len(raw):,} bytes")
     try:

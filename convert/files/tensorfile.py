@@ -23,8 +23,8 @@ from w4pack.convert.errors import SourceError, name_some
 
 MAX_HEADER = 100_000_000  # bytes; the library's own limit (safetensors 0.8: src/tensor.rs)
 MAX_WIDE_HEADER = 25_000_000  # bytes, with other than ASCII text: Python spends up to 4 bytes a character
-MAX_TENSORS = 500_000  # in one file; the largest mixture-of-experts models have 0.2 million in all
-MAX_COMMAS = 4_000_000  # bounds the lists a header can make us build
+MAX_TENSORS = 250_000  # in one file; the largest mixture-of-experts models have 0.3 million in all shards
+MAX_PARTS = 8 * MAX_TENSORS  # commas: values of lists and objects that a header can make us build
 MAX_RANK = 32  # numpy's limit before version 2
 MAX_SIZE = 2**63 - 1  # bytes or elements: what a file offset can express
 MAX_DEPTH = 64  # of values under keys that the format does not define
@@ -168,7 +168,8 @@ def _bound(raw: bytes, file: str) -> None:
         what = "safetensors header is too long for text other than ASCII"
         _refuse("header-too-large", what, file, f"at most {MAX_WIDE_HEADER:,} bytes", f"{len(raw):,}")
     objects = raw.count(b"{")
-    if objects > MAX_TENSORS or raw.count(b"[") > 4 * MAX_TENSORS or raw.count(b",") > MAX_COMMAS:
+    keys, lists = raw.count(b":"), raw.count(b"[")
+    if objects > MAX_TENSORS or max(keys, lists) > 4 * MAX_TENSORS or raw.count(b",") > MAX_PARTS:
         what = "safetensors header holds too many tensors"
         _refuse(
             "header-too-many",

@@ -287,7 +287,7 @@ def test_header_length_is_bounded_before_it_is_read() -> None:
     [
         b"{" * (t.MAX_TENSORS + 1),
         b'{"a":[' + b"[]," * (t.MAX_TENSORS * 5),
-        b'{"a":[' + b"0," * (t.MAX_COMMAS + 1),
+        b'{"a":[' + b"0," * (t.MAX_PARTS + 1),
     ],
     ids=["objects", "lists", "numbers"],
 )
