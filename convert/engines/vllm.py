@@ -23,6 +23,16 @@ def _method(model: Model, tp: int) -> Iterator[Finding]:
         yield Finding(key(model, "quant_method"), "gptq, awq, compressed-tensors or auto-round", found)
 
 
+def _extra_file(model: Model, tp: int) -> Iterator[Finding]:
+    """Weight files that nothing names, in a folder without an index: all of them are loaded."""
+    files = model.facts.files
+    if "model.safetensors.index.json" in files or not model.facts.weight_files:
+        return
+    for name in files:
+        if name.endswith(".safetensors") and "/" not in name and name not in model.facts.weight_files:
+            yield Finding(name, "only weight files of the model", "a file that is loaded too")
+
+
 def layout_for(model: Model) -> tuple[str, ...]:
     """Return the tensor layout that the config makes an engine expect."""
     if model.labels.method == "auto-round":
@@ -275,6 +285,10 @@ RULES = (
         whole=_method,
     ),
     Rule(
+        "vllm.extra-file", "refuses", "files", "without an index every *.safetensors is loaded; its "
+        "tensors have no parameter", "convert: copies the model's files only", whole=_extra_file, run=True,
+    ),
+    Rule(
         "vllm.gptq-keys", "refuses", "bits, group_size, desc_act, sym", "a missing key is an error",
         "convert --to gptq", whole=_gptq_keys, methods=("gptq",), run=True,
     ),
@@ -404,7 +418,8 @@ RULES = (
     ),
     Rule(
         "vllm.awq-group-odd", "refuses", "group_size", "the old AWQ kernel wants multiples of 32, at "
-        "the first call", "--to compressed-tensors in float16", test=_awq_group_odd, methods=("awq", "auto-round"),
+        "the first call", "--to compressed-tensors in float16",
+        test=_awq_group_odd, methods=("awq", "auto-round"),
     ),
     Rule(
         "vllm.no-kernel", "refuses", "bits, zeros, group, shape per rank, dtype",

@@ -74,6 +74,11 @@ FINE_DOWN = changed(block(group_size=32), "down_proj", in_features=640)
 VLLM = (
     Case("vllm.no-config", facts(block(), None), facts((), None)),
     Case("vllm.settings-file", replace(gptq(), quant_file="quantize_config.json"), gptq()),
+    Case(
+        "vllm.extra-file",
+        named(gptq(), "model.safetensors", "spare.safetensors"),
+        named(gptq(), "model.safetensors", "spare.safetensors", "model.safetensors.index.json"),
+    ),
     Case("vllm.method", gptq(quant_method="marlin"), gptq(quant_method="gptq_marlin")),
     Case(
         "vllm.gptq-keys",

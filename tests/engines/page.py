@@ -1,0 +1,65 @@
+"""docs/engines.md: what the real engines did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drive import Outcome
+
+HEAD = """# In the real engines
+
+Written by `make test-engines` on {date}; do not edit. Each row was run on a CPU, one process at a time.
+
+- vLLM: {vllm}
+- transformers: {hf}
+
+The yardstick of every row is the checkpoint decoded by the tests' own slow decoder and run by plain
+transformers in fp32; no code of w4pack takes part in it. *Difference* is the largest gap of any log-
+probability of any token of the vocabulary at any of 23 positions. *Noise* is the same gap when the decoded
+model itself runs in 16 bit. *Equal* means at most twice the noise; *wrong* means weights that the engine
+itself calls missing, or more than four times the noise.
+
+{count} rows, {odd} not as expected.
+"""
+
+TITLES = {
+    "converted": ("Converted by w4pack, and what `check` said of the result", "-to-"),
+    "sources": ("As the tools wrote them, and what `check` says", "-source-"),
+}
+ENGINE = {"vllm": "vLLM", "hf": "transformers"}
+
+
+def write_page(path: Path, outcomes: Sequence[Outcome], versions: Mapping[str, str], date: str) -> None:
+    """Write the page."""
+    odd = sum(not o.as_expected for o in outcomes)
+    parts = [HEAD.format(date=date, count=len(outcomes), odd=odd, **versions)]
+    rest = list(outcomes)
+    for title, mark in TITLES.values():
+        chosen = [o for o in rest if mark in o.case.id]
+        rest = [o for o in rest if mark not in o.case.id]
+        parts += [section(f"{title}: {ENGINE[e]}", [o for o in chosen if o.case.engine == e]) for e in ENGINE]
+    parts += [
+        section(f"One rule at a time: {ENGINE[e]}", [o for o in rest if o.case.engine == e]) for e in ENGINE
+    ]
+    path.write_text("".join(parts), encoding="utf-8")
+
+
+def section(title: str, outcomes: Sequence[Outcome]) -> str:
+    """Return one table; empty without rows."""
+    if not outcomes:
+        return ""
+    head = "| case | expected | rule | seen | difference | noise | |\n" + "|---" * 7 + "|\n"
+    return f"\n## {title}\n\n{head}" + "".join(map(row, outcomes))
+
+
+def row(o: Outcome) -> str:
+    """Return one row."""
+    gap = "" if o.difference is None else f"{o.difference:.4f}"
+    seen = o.saw if o.as_expected else f"**{o.saw}**"
+    name = o.case.id.removeprefix(f"{o.case.engine}-").removeprefix("source-")
+    detail = o.detail.replace("|", "/").replace("\n", " ")[:110]
+    rule = f"`{o.case.rule}`" if o.case.rule else ""
+    return f"| {name} | {o.case.expect} | {rule} | {seen} | {gap} | {o.noise:.4f} | {detail} |\n"

@@ -1,0 +1,39 @@
+"""One model in vLLM on the CPU: the whole distribution at every position of the prompt."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+)
+
+from vllm import LLM, SamplingParams
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """Load and score."""
+    vocabulary = case["vocabulary"]
+    model = LLM(
+        case["folder"],
+        dtype=case.get("dtype") or "auto",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        max_num_seqs=2,
+        max_logprobs=vocabulary,
+        seed=0,
+        trust_remote_code=False,
+        enable_prefix_caching=False,
+    )
+    wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=vocabulary, detokenize=False)
+    (answer,) = model.generate({"prompt_token_ids": case["tokens"]}, wanted, use_tqdm=False)
+    rows = answer.prompt_logprobs[1:]
+    return {"logprobs": [[row[token].logprob for token in range(vocabulary)] for row in rows]}
