@@ -97,8 +97,8 @@ def transpose_fields(planes: Words, bits: int, distances: tuple[int, ...], temp:
     """Exchange, in place, field i of plane r with field r of plane i. ``planes`` is (32/bits, M).
 
     8 planes of nibbles take three rounds, 4 planes of bytes two: round b exchanges bit b of the plane index
-    with bit b of the field index. ``distances[b]`` says how far apart the array holds planes that differ in bit
-    b: (1, 2, 4) if plane r is row r of the array. ``temp`` holds half as many words.
+    with bit b of the field index. ``distances[b]`` says how far apart the array holds planes that differ in
+    bit b: (1, 2, 4) if plane r is row r. ``temp`` holds half as many words.
     """
     width = bits
     for distance in distances:

@@ -25,7 +25,7 @@ a handful of functions, the same in every module:
     every tensor a linear may have, its bias aside
 
 The artifact stores rows sorted by group and has ``row_order(tensors, scheme)`` besides. Where K is no
-multiple of the codes in a word, the fields past the last row are zero, and ``pack`` returns the rows of whole words.
+multiple of the codes in a word, the fields past the last row are zero, and ``pack`` returns whole words.
 
 No layout imports another; none reads files.
 """

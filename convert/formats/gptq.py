@@ -164,13 +164,16 @@ def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | No
     if len(scales) != 2 or shape[1] != scales[1] or 0 in shape or 0 in scales:
         return None
     groups, cols = scales
-    bits = _bits(header_of(tensors, "qzeros")[1], groups, cols)
+    bits = _bits(header_of(tensors, "qzeros"), groups, cols)
     if "g_idx" in tensors:
         _check_rows(shape, tensors["g_idx"][1], bits)
     return Match(bits, 32 * shape[0] // bits, cols, groups)
 
 
-def _bits(qzeros: tuple[int, ...], groups: int, cols: int) -> int:
+def _bits(header: Header, groups: int, cols: int) -> int:
+    dtype, qzeros = header
+    if dtype != "I32":
+        raise mismatch("qzeros", f"I32 [{groups}, {cols} * bits / 32]", f"{dtype} {list(qzeros)}")
     if (
         len(qzeros) != 2
         or qzeros[0] != groups

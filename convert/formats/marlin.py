@@ -160,7 +160,6 @@ def pad_words(words: Words, scheme: QuantScheme, params: GroupParams, k0: int = 
         tail = rows // scheme.codes_per_word  # the word in which padding begins
         codes = unpack_rows(out[tail:], scheme.bits)
         codes[rows % scheme.codes_per_word :] = padding_codes(scheme, params)[:, n0 : n0 + wide]
-        codes[: rows % scheme.codes_per_word, cols:] = scheme.midpoint
         out[tail:] = pack_rows(codes, scheme.bits)
     return out
 

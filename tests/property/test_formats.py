@@ -243,6 +243,29 @@ def test_eight_bit_awq_has_no_interleave_and_a_ragged_k_is_filled_with_zeros(
     assert np.array_equal(awq.pack(words, 8)[:k], given_words)
 
 
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 1 << 32))
+def test_awq_goes_straight_to_the_tiles_of_the_definition(tile_rows: int, chunks: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 16, (16 * tile_rows, 64 * chunks)).astype(np.uint8)
+    awq = formats.get("awq")
+    block = awq.pack(pack_rows(codes, 4), 4)
+    want = tile.pack_codes(codes, 4)
+    assert np.array_equal(awq.to_tiles(block), want)
+    wide = np.zeros((tile_rows, want.shape[1] + 128), np.int32)
+    assert np.array_equal(awq.to_tiles(block, wide[:, 128:]), want)
+    assert not wide[:, :128].any()
+    part = awq.to_tiles(np.tile(block, (1, 2))[:, : block.shape[1]])
+    assert np.array_equal(part, want)
+
+
+def test_awq_goes_straight_to_tiles_in_bands_and_never_to_part_of_one() -> None:
+    codes = np.random.default_rng(2).integers(0, 16, (160, 2048)).astype(np.uint8)
+    awq = formats.get("awq")
+    assert np.array_equal(awq.to_tiles(awq.pack(pack_rows(codes, 4), 4)), builders.marlin_words(codes, 4))
+    for shape in ((8, 8), (16, 4)):
+        with pytest.raises(ValueError, match="not whole tiles"):
+            awq.to_tiles(np.zeros(shape, np.int32))
+
+
 # ---- zero points ------------------------------------------------------------------------------------------
 
 ZEROS_SCHEME = QuantScheme(4, 32, False, False, 32, 8, "F16")
