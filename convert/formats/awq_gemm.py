@@ -106,7 +106,7 @@ def to_tiles(block: NDArray[Any], out: NDArray[np.int32] | None = None) -> NDArr
     """Turn stored 4-bit words (K, N/8) straight into Marlin tiles int32 (K/16, 2N); K % 16 == 0, N % 64 == 0.
 
     The same bytes as ``pack_tiles(unpack(block, 4), 4)`` in half the time. A stored word and a tile word both
-    hold eight codes: the fields of the first are columns, those of the second places (row, half) of one column,
+    hold eight codes: fields of the first are columns, those of the second places (row, half) of one column,
     so one transposition takes the words of the eight places to those of the eight columns n % 8.
     """
     rows, width = block.shape
