@@ -35,7 +35,9 @@ class Patience:
 
 
 QUICK = Patience(tries=4, total_s=15.0)  # a question a person waits for
-STEADY = Patience(tries=10, total_s=600.0)  # an upload; the Hub's rate limits count in windows of five minutes
+STEADY = Patience(
+    tries=10, total_s=600.0
+)  # an upload; the Hub's rate limits count in windows of five minutes
 
 
 def session_tools() -> Any:

@@ -6,10 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from w4pack.convert.errors import OutputError, SourceError
+from w4pack.convert.errors import OutputError, SourceError, VerifyError
+from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.weightset import choose
+from w4pack.convert.hub.card import record_proof
 from w4pack.convert.hub.resolve import tensor_names
+from w4pack.convert.jobs import manifest
+from w4pack.convert.jobs.verify import verify_output
 
 CARD = "README.md"
 CONFIG = "config.json"
@@ -89,6 +93,26 @@ def list_output(out: Path) -> list[LocalFile]:
     _require_whole(out)
     _require_sizes(files)
     return files
+
+
+def prove(out: Path) -> bool:
+    """Check every tensor against the manifest, and write the result into our card.
+
+    Returns True if the card changed. Raises VerifyError for a tensor that is not what was written,
+    SourceError for a manifest that cannot be read.
+    """
+    with open_checkpoint(LocalStore(out)) as made:
+        proof = verify_output(made, manifest.load(out), None, str(out), None, len(os.sched_getaffinity(0)))
+    if not proof.ok:
+        first = proof.failures[0]
+        raise VerifyError(
+            "the output is not what was written; nothing was uploaded",
+            where=f"{out}: {first.tensor}",
+            expected=first.expected,
+            found=first.found,
+            hint=f"`w4pack verify {out}` lists all differences",
+        )
+    return record_proof(out, proof.tensors, proof.compared)
 
 
 def _require_whole(out: Path) -> None:

@@ -6,15 +6,15 @@ the repository already holds (by hash) is not sent again, so a push that was kil
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from w4pack.convert.errors import HubError, name_some
-from w4pack.convert.events import Quiet, Reporter
+from w4pack.convert.events import Quiet, Reporter, size_text
 from w4pack.convert.hub.access import Access, Asking, preflight
 from w4pack.convert.hub.client import STEADY, Patience, is_no_xet, persist, session_tools, status_of
-from w4pack.convert.hub.outfolder import CARD, CONFIG, LocalFile, list_output
+from w4pack.convert.hub.outfolder import CARD, CONFIG, LocalFile, list_output, prove
 
 MANIFEST = "w4pack.json"
 COMMITS = 50  # groups of weights at most; a commit is also the Hub's memory of what has arrived
@@ -44,6 +44,18 @@ class PushReport:
     commits: int
     bytes_sent: int
 
+    def summary(self) -> str:
+        """Return one line for people."""
+        if not self.commits:
+            return f"nothing to do, {self.url} holds these {len(self.kept)} files already"
+        held = f", {len(self.kept)} were there" if self.kept else ""
+        gone = f", {len(self.removed)} old ones removed" if self.removed else ""
+        return f"{len(self.sent)} files ({size_text(self.bytes_sent)}) sent{held}{gone}: {self.url}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of the ``done`` event."""
+        return asdict(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -63,18 +75,22 @@ def push(
     access: Access | None = None,
     reporter: Reporter | None = None,
     bars: bool = False,
+    verify: bool = True,
 ) -> PushReport:
     """Upload the folder ``out`` to ``repo_id``.
 
-    ``access``: the answer of an earlier ``preflight``; without it the questions are asked here. Raises
-    OutputError if the folder is no output, HubError for all the Hub and the network say (what is forbidden is
-    not repeated, the server's words are shown).
+    ``access``: the answer of an earlier ``preflight``; without it the questions are asked here.
+    ``verify``: check the tensors against the manifest first, and say so in our card. Raises OutputError if
+    the folder is no output, VerifyError if it is broken, HubError for all that the Hub and the network say
+    (what is forbidden is not repeated, the server's words are shown).
     """
     files = list_output(Path(out))
     if not bars:
         session_tools().disable_progress_bars()
     if access is None:
         access = preflight(repo_id, token, private, _card_text(files))
+    if verify and any(f.name == MANIFEST for f in files) and prove(Path(out)):
+        files = list_output(Path(out))
     return Pusher(Asking(access.repo_id, token, STEADY), files, reporter or Quiet()).run()
 
 

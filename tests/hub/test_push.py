@@ -3,6 +3,7 @@
 The expected tree is always the bytes of the folder; what was sent is counted by the server.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -15,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from w4pack.convert.errors import HubError, OutputError, UsageError
+from w4pack.convert.errors import HubError, OutputError, UsageError, VerifyError
 from w4pack.convert.hub import outfolder
 from w4pack.convert.hub.access import preflight
+from w4pack.convert.hub.card import CardInfo, model_card
 from w4pack.convert.hub.push import push
 
 SHARDS = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -29,13 +31,27 @@ def shard(name: str, size: int, seed: int) -> bytes:
     return struct.pack("<Q", len(header)) + header + random.Random(seed).randbytes(size)
 
 
+def manifest_of(files: dict[str, bytes], **more: Any) -> bytes:
+    """A manifest that names every tensor of the shards, hashed here."""
+    tensors = {}
+    for data in (d for n, d in files.items() if n.endswith(".safetensors")):
+        (length,) = struct.unpack("<Q", data[:8])
+        for name, entry in json.loads(data[8 : 8 + length]).items():
+            sha = hashlib.sha256(data[8 + length :]).hexdigest()
+            tensors[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "sha256": sha}
+    tool = {"name": "w4pack", "version": "0", "format": 1}
+    value = {"schema": 1, "tool": tool, "target": "dense", "options": {}, "lossless": True, "source": {}}
+    return json.dumps({**value, "layers": {}, "tensors": tensors, **more}).encode()
+
+
 def files_of(seed: int = 0) -> dict[str, bytes]:
     index = {"metadata": {}, "weight_map": {f"t{i}": name for i, name in enumerate(SHARDS)}}
+    shards = {name: shard(f"t{i}", 20_000 + i, seed + i) for i, name in enumerate(SHARDS)}
     return {
-        **{name: shard(f"t{i}", 20_000 + i, seed + i) for i, name in enumerate(SHARDS)},
+        **shards,
         "model.safetensors.index.json": json.dumps(index).encode(),
         "config.json": json.dumps({"seed": seed}).encode(),
-        "w4pack.json": json.dumps({"schema": 1, "seed": seed}).encode(),
+        "w4pack.json": manifest_of(shards),
         "tokenizer.json": b"t" * 9000,
         "chat/template.jinja": b"{{ x }}",
         "README.md": CARD.encode(),
@@ -118,7 +134,8 @@ def test_another_model_in_the_same_repository_is_never_mixed_with_the_old(hub: A
 
 def test_shards_of_an_earlier_push_are_removed(hub: Any, out: Path, tmp_path: Path) -> None:
     push(out, "tester/model")
-    single = {"model.safetensors": shard("t", 5000, 5), "config.json": b"{}", "w4pack.json": b"{}"}
+    single = {"model.safetensors": shard("t", 5000, 5), "config.json": b"{}"}
+    single["w4pack.json"] = manifest_of(single)
     report = push(write(tmp_path / "single", single), "tester/model")
     assert set(report.removed) == {*SHARDS, "model.safetensors.index.json"}
     kept = {
@@ -367,6 +384,26 @@ def test_f43_a_file_above_the_hubs_limit_is_refused(
     assert SHARDS[2] in str(caught.value.where)
     assert "--max-shard-size" in str(caught.value.hint)
     assert hub.calls == []
+
+
+def test_a_broken_output_is_not_uploaded(hub: Any, out: Path) -> None:
+    data = bytearray((out / SHARDS[1]).read_bytes())
+    data[-1] ^= 1
+    (out / SHARDS[1]).write_bytes(data)
+    with pytest.raises(VerifyError) as caught:
+        push(out, "tester/model")
+    assert "t1" in str(caught.value.where)
+    assert (hub.count("PUT", ""), hub.count("POST", "/commit/")) == (0, 0)
+
+
+def test_the_verification_is_in_the_card_that_is_pushed(hub: Any, out: Path) -> None:
+    info = CardInfo(target="marlin", version="0", lossless=True, source_format="gptq", schemes=())
+    (out / "README.md").write_text(model_card(info))
+    push(out, "tester/model")
+    card = tree(hub)["README.md"].decode()
+    assert "Verified: 3 tensors are present" in card and "Not verified" not in card
+    assert (out / "README.md").read_text() == card
+    assert push(out, "tester/model").commits == 0
 
 
 def test_hidden_files_stay_at_home(hub: Any, out: Path) -> None:
