@@ -92,11 +92,11 @@ def take_columns(linear: Linear, order: NDArray[Any]) -> Linear:
     )
 
 
-def folded(linears: dict[str, Linear], dense: frozenset[str] = frozenset()) -> dict[str, Linear]:
-    """Return the linears with the order of every down_proj (but dense ones) moved into its gate and up."""
+def folded(linears: dict[str, Linear]) -> dict[str, Linear]:
+    """Return the linears with every down_proj's order moved into its gate and up."""
     out = dict(linears)
     for name, linear in linears.items():
-        if not is_down(name) or order_class(linear) != "groups" or name in dense:
+        if not is_down(name) or order_class(linear) != "groups":
             continue
         order = fold_of(linear)
         out[name] = take_rows(linear, order)

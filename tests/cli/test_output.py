@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import re
 import select
+import struct
 import subprocess
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -350,6 +353,7 @@ def test_closed_pipe_ends_quietly_with_0(words: list[str], source: Path, tmp_pat
 def on_terminal(words: list[str], env: dict[str, str]) -> tuple[int, str]:
     """Run a command whose stderr is a terminal; return exit code and what the terminal saw."""
     main_end, child_end = pty.openpty()
+    fcntl.ioctl(child_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))  # a new one is 0 x 0
     full = {k: v for k, v in os.environ.items() if k not in ("W4PACK_NO_PROGRESS", "NO_COLOR")} | env
     child = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, stderr=child_end, env=full)
     os.close(child_end)

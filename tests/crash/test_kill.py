@@ -97,7 +97,9 @@ def steps(source: Path, out: Path, target: str, *options: str) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("target", ["marlin", "gptq"])
-def test_stop_at_every_step_then_resume(target: str, source: Path, want: Trees, tmp_path: Path) -> None:
+def test_stop_at_every_step_publishes_nothing_half_and_resume_ends_equal(
+    target: str, source: Path, want: Trees, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     untouched, count = tree(source), 0
     for step in steps(source, out, target):
@@ -113,16 +115,6 @@ def test_stop_at_every_step_then_resume(target: str, source: Path, want: Trees, 
     assert count > 10, f"{HOOK} has no effect"
     assert tree(out) == want[target]  # the last run was not stopped
     assert tree(source) == untouched
-
-
-def test_nothing_is_published_before_the_last_rename(source: Path, want: Trees, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for step in steps(source, out, "marlin"):
-        assert not out.exists() or tree(out) == want["marlin"], step
-        for folder in tmp_path.iterdir():
-            for path in sorted(folder.rglob("*"), reverse=True):
-                path.unlink() if path.is_file() else path.rmdir()
-            folder.rmdir()
 
 
 def test_two_stops_in_one_conversion(source: Path, want: Trees, tmp_path: Path) -> None:
@@ -280,19 +272,19 @@ def test_any_number_of_threads_gives_equal_bytes(writer: str, target: str, tmp_p
 
 
 def larger_source(path: Path) -> Path:
-    """Write about 60 MB, so that a kill can land inside the work."""
+    """Write about 35 MB, so that a kill can land inside the work."""
     config = b.llama_config(
         hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8
     )
-    config.update(head_dim=128, num_hidden_layers=8)
+    config.update(head_dim=128, num_hidden_layers=4)
     first = b.model(34, {**config, "num_hidden_layers": 1})
     made = b.Model(config, b.skeleton(np.random.default_rng(0), config))
-    for i in range(8):
+    for i in range(4):
         made.linears.update({n.replace("layers.0", f"layers.{i}"): x for n, x in first.linears.items()})
     return b.write(path, made, b.gptq, b.gptq_config(), shards=4)
 
 
-FOUR = ("--max-shard-size", "16MB")
+FOUR = ("--max-shard-size", "8MB")
 
 
 @pytest.mark.slow
@@ -309,8 +301,7 @@ def test_kill_9_at_random_moments_then_resume(tmp_path: Path) -> None:
         time.sleep(rng.uniform(0.1, 1.0) * whole)
         child.kill()
         cut += child.wait() == -signal.SIGKILL
-        if not out.exists():
-            convert(source, out, "marlin", *FOUR, "--resume").expect(0)
+        convert(source, out, "marlin", *FOUR, "--resume").expect(0)
         assert tree(out) == expected, i
         assert not list(tmp_path.glob("out*.w4pack*")), i
         for path in out.iterdir():
