@@ -17,6 +17,7 @@ import gc
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from w4pack.convert.errors import SourceError, name_some
@@ -454,17 +455,24 @@ def new_tensor(name: str, dtype: str, shape: Sequence[int]) -> TensorInfo:
 _DIGITS = re.compile(r"([0-9]+)")
 
 
-def natural_order(name: str) -> tuple[tuple[str | tuple[int, str], ...], str]:
+def natural_order(name: str) -> tuple[str, str]:
     """Sort key: runs of digits compare as numbers (``layers.2`` before ``layers.10``), the rest as text.
 
-    Numbers are compared by length and digits, so that no run is too long to convert; equal numbers with
-    different zeros in front fall back to the name itself.
+    A number stands in the key as its length and its digits after a NUL, which sorts before any text; so no
+    run is too long to compare, and the key is one string. Equal numbers with different zeros in front fall
+    back to the name itself.
     """
-    parts: list[str | tuple[int, str]] = []
-    for place, part in enumerate(_DIGITS.split(name)):
-        digits = part.lstrip("0")
-        parts.append((len(digits), digits) if place % 2 else part)
-    return tuple(parts), name
+    return _DIGITS.sub(_numbered, name), name
+
+
+def _numbered(match: re.Match[str]) -> str:
+    return _number_key(match[0]) if len(match[0]) < 16 else _number_key.__wrapped__(match[0])
+
+
+@lru_cache(maxsize=4096)  # names of a model repeat few numbers many times; long runs of digits are not kept
+def _number_key(digits: str) -> str:
+    digits = digits.lstrip("0")
+    return "\0" + chr(min(len(digits), 0x10FFFF)) + digits
 
 
 def alignment(nbytes: int) -> int:
@@ -524,12 +532,16 @@ def plan_shards(
 
 
 def _units(tensors: Iterable[TensorInfo], groups: Mapping[str, str]) -> list[list[TensorInfo]]:
-    """Collect the tensors of each linear; any other tensor stands alone."""
+    """Collect the tensors of each linear; any other tensor stands alone. In order of their first names."""
     units: dict[tuple[bool, str], list[TensorInfo]] = {}
-    for info in sorted(tensors, key=lambda info: natural_order(info.name)):
+    for info in sorted(tensors, key=_natural):
         grouped = info.name in groups
         units.setdefault((grouped, groups.get(info.name, info.name)), []).append(info)
-    return [units[key] for key in sorted(units, key=lambda key: (natural_order(key[1]), key[0]))]
+    return list(units.values())
+
+
+def _natural(info: TensorInfo) -> tuple[str, str]:
+    return natural_order(info.name)
 
 
 def _fill(units: Iterable[list[TensorInfo]], limit: int) -> list[list[TensorInfo]]:

@@ -326,6 +326,25 @@ def test_natural_order() -> None:
     assert got == ["9", "10", "a", "a.2", "a.2.a", "a.02.b", "a.2.b", "a.10.b", "a." + "9" * 5000, "b.1"]
 
 
+def spelled_out(name: str) -> tuple[list[tuple[str, int]], str]:
+    """The order in words: text, then the number after it, again and again; then the name."""
+    parts: list[tuple[str, int]] = [("", -1)]
+    for char in name:
+        text, number = parts[-1]
+        if char in "0123456789":
+            parts[-1] = (text, 10 * max(number, 0) + int(char))
+        elif number >= 0:
+            parts.append((char, -1))
+        else:
+            parts[-1] = (text + char, -1)
+    return parts, name
+
+
+@given(st.lists(st.text("ab.019\u0661", max_size=8), max_size=6))
+def test_natural_order_is_text_then_number_then_text(names: list[str]) -> None:
+    assert sorted(names, key=t.natural_order) == sorted(names, key=spelled_out)
+
+
 def test_bytes_of_a_small_file() -> None:
     tensors = [
         t.new_tensor("n.10", "F16", (3,)),
