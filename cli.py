@@ -59,16 +59,22 @@ hub_options = _options(
     click.option("--local-files-only", is_flag=True, help="Use what is in the cache; ask no server."),
 )
 output_options = _options(
-    click.option("--json", "as_json", is_flag=True, help="Print JSON: one object for a question, lines for a job."),
+    click.option(
+        "--json", "as_json", is_flag=True, help="Print JSON: one object for a question, lines for a job."
+    ),
     click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
     click.option("-v", "--verbose", is_flag=True, help="Print more: every warning, every layer."),
     click.option("--debug", is_flag=True, help="Show the traceback of an unexpected error."),
 )
 running_options = _options(
-    click.option("--threads", type=click.IntRange(0, 64), default=0, help="Worker threads; 0: one per core, at most 8."),
+    click.option(
+        "--threads", type=click.IntRange(0, 64), default=0, help="Worker threads; 0: one per core, at most 8."
+    ),
     click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same job."),
     click.option("--overwrite", is_flag=True, help="Replace OUT, once the new one is complete."),
-    click.option("--strict", is_flag=True, help="Record sha256 of the whole source; a resumed run checks it."),
+    click.option(
+        "--strict", is_flag=True, help="Record sha256 of the whole source; a resumed run checks it."
+    ),
 )
 thorough_option = click.option("--thorough", is_flag=True, help="Read every deciding tensor, not a sample.")
 
@@ -77,7 +83,18 @@ class Size(click.ParamType):
     """A number of bytes: ``5GB``, ``500MB``, ``4GiB``, ``1000000``."""
 
     name = "size"
-    UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # noqa: RUF012
+    UNITS = {
+        "": 1,
+        "B": 1,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "KIB": 2**10,
+        "MIB": 2**20,
+        "GIB": 2**30,
+        "TIB": 2**40,
+    }  # noqa: RUF012
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Turn text into bytes."""
@@ -96,7 +113,9 @@ class IntList(click.ParamType):
 
     name = "numbers"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         """Turn text into numbers."""
         if isinstance(value, tuple):
             return value
@@ -106,8 +125,17 @@ class IntList(click.ParamType):
             self.fail(f"{value!r} is no list of numbers; write 1,2,4,8", param, ctx)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=EXIT_CODES)
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=lambda c, p, v: _version(c, v), help="Show the versions and exit.")
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=EXIT_CODES
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=lambda c, p, v: _version(c, v),
+    help="Show the versions and exit.",
+)
 def root() -> None:
     """Pack 4-bit checkpoints for the tensor cores once, or rewrite them for stock engines, with proof.
 
@@ -121,19 +149,51 @@ def root() -> None:
 @root.command()
 @click.argument("src")
 @click.argument("out", type=click.Path())
-@click.option("--to", type=click.Choice(TARGETS), default="marlin", show_default=True, help="What OUT becomes.")
-@click.option("--dtype", type=click.Choice(["float16", "bfloat16", "float32"]), help="dtype of the weights, for --to dense.")
+@click.option(
+    "--to", type=click.Choice(TARGETS), default="marlin", show_default=True, help="What OUT becomes."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float16", "bfloat16", "float32"]),
+    help="dtype of the weights, for --to dense.",
+)
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest weight file.")
-@click.option("--regroup", is_flag=True, help="Re-quantize layers whose act-order the target cannot carry. Lossy; the error is measured and reported.")
-@click.option("--widen", is_flag=True, help="Write asymmetric 4-bit layers as symmetric 8 bit. Exact; twice the size.")
-@click.option("--pad-for-tp", type=click.IntRange(1, 1024), help="Pad the MLP's intermediate size so that this tensor parallelism fits. Exact.")
-@click.option("--fold-act-order", is_flag=True, help="Fold a down projection's act-order into gate and up, also where the target could keep it.")
+@click.option(
+    "--regroup",
+    is_flag=True,
+    help="Re-quantize layers whose act-order the target cannot carry. Lossy; the error is measured and reported.",
+)
+@click.option(
+    "--widen", is_flag=True, help="Write asymmetric 4-bit layers as symmetric 8 bit. Exact; twice the size."
+)
+@click.option(
+    "--pad-for-tp",
+    type=click.IntRange(1, 1024),
+    help="Pad the MLP's intermediate size so that this tensor parallelism fits. Exact.",
+)
+@click.option(
+    "--fold-act-order",
+    is_flag=True,
+    help="Fold a down projection's act-order into gate and up, also where the target could keep it.",
+)
 @click.option("--round-scales", is_flag=True, help="Round fp32 scales that no 16-bit dtype holds. Lossy.")
-@click.option("--zero-reading", type=click.Choice(["word", "nibble"]), help="How ambiguous GPTQ v1 zero points are read.")
-@click.option("--source-format", type=click.Choice(["gptq", "gptq_v2"]), help="GPTQ version, where no label says it.")
-@click.option("--ignore-key", multiple=True, help="Convert although this config key changes the forward pass. Repeatable.")
+@click.option(
+    "--zero-reading",
+    type=click.Choice(["word", "nibble"]),
+    help="How ambiguous GPTQ v1 zero points are read.",
+)
+@click.option(
+    "--source-format", type=click.Choice(["gptq", "gptq_v2"]), help="GPTQ version, where no label says it."
+)
+@click.option(
+    "--ignore-key",
+    multiple=True,
+    help="Convert although this config key changes the forward pass. Repeatable.",
+)
 @click.option("--dry-run", is_flag=True, help="Stop after the plan.")
-@click.option("--verify", "verify_after", is_flag=True, help="Read OUT back and compare it with SRC at the end.")
+@click.option(
+    "--verify", "verify_after", is_flag=True, help="Read OUT back and compare it with SRC at the end."
+)
 @click.option("--push-to", help="Upload OUT to this Hub repository, once it is complete.")
 @click.option("--private", is_flag=True, help="Create the Hub repository as a private one.")
 @running_options
@@ -172,8 +232,15 @@ def inspect(**given: Any) -> None:
 
 @root.command()
 @click.argument("path")
-@click.option("--engine", multiple=True, type=click.Choice(ENGINES), help="Engine to ask about; all by default. Repeatable.")
-@click.option("--tp", type=IntList(), default="1", show_default=True, help="Tensor parallelisms, e.g. 1,2,4,8.")
+@click.option(
+    "--engine",
+    multiple=True,
+    type=click.Choice(ENGINES),
+    help="Engine to ask about; all by default. Repeatable.",
+)
+@click.option(
+    "--tp", type=IntList(), default="1", show_default=True, help="Tensor parallelisms, e.g. 1,2,4,8."
+)
 @thorough_option
 @hub_options
 @output_options
@@ -191,8 +258,12 @@ def check(**given: Any) -> None:
 
 @root.command()
 @click.argument("out", type=click.Path())
-@click.option("--against", help="The source: a folder or ORG/NAME. Codes, zeros, scales and order are compared.")
-@click.option("--threads", type=click.IntRange(0, 64), default=0, help="Worker threads; 0: one per core, at most 8.")
+@click.option(
+    "--against", help="The source: a folder or ORG/NAME. Codes, zeros, scales and order are compared."
+)
+@click.option(
+    "--threads", type=click.IntRange(0, 64), default=0, help="Worker threads; 0: one per core, at most 8."
+)
 @hub_options
 @output_options
 def verify(**given: Any) -> None:
@@ -333,7 +404,16 @@ def _usage(err: click.ClickException) -> NoReturn:
     if "--json" in sys.argv:
         import json
 
-        fields = {"event": "error", "code": "usage", "exit": EXIT_USAGE, "what": err.format_message(), "where": None, "expected": None, "found": None, "hint": None}
+        fields = {
+            "event": "error",
+            "code": "usage",
+            "exit": EXIT_USAGE,
+            "what": err.format_message(),
+            "where": None,
+            "expected": None,
+            "found": None,
+            "hint": None,
+        }
         print(json.dumps({"schema": 1, **fields}), flush=True)
     else:
         err.show()

@@ -54,7 +54,9 @@ def floor(source: Path, copy: Path) -> float:
 def convert(source: Path, out: Path) -> tuple[float, float]:
     """Return (wall seconds of the whole command, MiB of RSS above the RSS after import)."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", PROBE, str(source), str(out)], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(source), str(out)], check=True, stdout=subprocess.PIPE, text=True
+    )
     taken = time.perf_counter() - start
     found = json.loads(done.stdout.splitlines()[-1])
     shutil.rmtree(out)
@@ -72,7 +74,10 @@ def one(where: Path, kind: str, gb: float, runs: int, **shape: int) -> None:
             times.append(taken)
             memory = max(memory, rss)
         best, least = min(times), min(floors)
-        print(f"{where!s:<12} {kind:<20} {size / 1e9:5.2f} GB  floor {least:6.2f} s  convert {best:6.2f} s  ratio {best / least:4.2f}  peak +{memory:4.0f} MiB", flush=True)
+        print(
+            f"{where!s:<12} {kind:<20} {size / 1e9:5.2f} GB  floor {least:6.2f} s  convert {best:6.2f} s  ratio {best / least:4.2f}  peak +{memory:4.0f} MiB",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -81,9 +86,13 @@ def main() -> None:
     parser.add_argument("--where", nargs="*", default=["/dev/shm", tempfile.gettempdir()])
     parser.add_argument("--kinds", default="gptq,awq,compressed-tensors")
     parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--memory", action="store_true", help="1, 4 and 8 GB and a 70B-sized layer, for the peak RSS")
+    parser.add_argument(
+        "--memory", action="store_true", help="1, 4 and 8 GB and a 70B-sized layer, for the peak RSS"
+    )
     args = parser.parse_args()
-    print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, numpy {synthetic.np.__version__}")
+    print(
+        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, numpy {synthetic.np.__version__}"
+    )
     for where in args.where:
         for kind in args.kinds.split(","):
             one(Path(where), kind, args.gb, args.runs)

@@ -12,7 +12,9 @@ HIDDEN, INTERMEDIATE, KV = 4096, 14336, 1024
 DTYPES = {"I32": 4, "F16": 2, "I64": 8}
 
 
-def linears(layers: int, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE) -> Iterator[tuple[str, int, int]]:
+def linears(
+    layers: int, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE
+) -> Iterator[tuple[str, int, int]]:
     for i in range(layers):
         p = f"model.layers.{i}"
         for name, k, n in (
@@ -87,7 +89,15 @@ def write_shard(path: Path, tensors: list[Tensor]) -> None:
             file.write(data)
 
 
-def make(folder: Path, kind: str, total: int, *, group: int = 128, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE) -> int:
+def make(
+    folder: Path,
+    kind: str,
+    total: int,
+    *,
+    group: int = 128,
+    hidden: int = HIDDEN,
+    intermediate: int = INTERMEDIATE,
+) -> int:
     """Write about ``total`` bytes in shards of one decoder layer; returns the bytes written."""
     folder.mkdir(parents=True)
     rng, size, layer = np.random.default_rng(0), 0, 0
@@ -107,5 +117,7 @@ def make(folder: Path, kind: str, total: int, *, group: int = 128, hidden: int =
         "quantization_config": CONFIGS[kind],
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": index})
+    )
     return size

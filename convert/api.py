@@ -35,7 +35,9 @@ class Where:
 
 
 @contextmanager
-def opened(text: str | Path, where: Where, reporter: Reporter) -> Iterator[tuple[Checkpoint, Mapping[str, str] | None]]:
+def opened(
+    text: str | Path, where: Where, reporter: Reporter
+) -> Iterator[tuple[Checkpoint, Mapping[str, str] | None]]:
     """Open a source for reading whole; a Hub id is downloaded first. Yields it and its origin (None: a folder)."""
     found = parse_source(str(text), where.revision)
     origin: Mapping[str, str] | None = None
@@ -51,7 +53,9 @@ def opened(text: str | Path, where: Where, reporter: Reporter) -> Iterator[tuple
 
 
 @contextmanager
-def glimpsed(text: str | Path, where: Where, reporter: Reporter, *, thorough: bool) -> Iterator[tuple[Checkpoint, str]]:
+def glimpsed(
+    text: str | Path, where: Where, reporter: Reporter, *, thorough: bool
+) -> Iterator[tuple[Checkpoint, str]]:
     """Open a source for a question: a folder, or the Hub by range requests, without a download."""
     found = parse_source(str(text), where.revision)
     if isinstance(found, LocalSource):
@@ -88,13 +92,17 @@ def convert(
     running = running or Running()
     with opened(src, where or Where(), running.reporter) as (checkpoint, origin):
         source = read_source(checkpoint, detect_options(options))
-        report = convert_source(source, Path(out), options, origin, running, card=_card_maker(source, origin), on_plan=on_plan)
+        report = convert_source(
+            source, Path(out), options, origin, running, card=_card_maker(source, origin), on_plan=on_plan
+        )
         if verify_after:
             _verify_now(Path(out), source, str(src), running)
         return report
 
 
-def plan(src: str | Path, *, options: ConvertOptions, where: Where, running: Running) -> tuple[Plan, Any, ModelFacts, Source]:
+def plan(
+    src: str | Path, *, options: ConvertOptions, where: Where, running: Running
+) -> tuple[Plan, Any, ModelFacts, Source]:
     """Plan a conversion without writing. Returns (plan, warnings, facts of the output, source)."""
     options.check()
     with opened(src, where, running.reporter) as (checkpoint, origin):
@@ -112,7 +120,12 @@ def _verify_now(out: Path, source: Source, label: str, running: Running) -> None
         proof = verify_output(made, manifest.load(out), source, str(out), label, running.workers)
     if not proof.ok:
         first = proof.failures[0]
-        raise VerifyError(f"{len(proof.failures)} tensors differ", where=first.tensor, expected=first.expected, found=first.found)
+        raise VerifyError(
+            f"{len(proof.failures)} tensors differ",
+            where=first.tensor,
+            expected=first.expected,
+            found=first.found,
+        )
 
 
 def _card_maker(source: Source, origin: Mapping[str, str] | None) -> Any:
@@ -128,7 +141,9 @@ def card_for(source: Source, made: Plan, src: str | Path, where: Where) -> str:
     return str(_card_maker(source, origin)(made, {}))
 
 
-def inspect(path: str | Path, *, where: Where | None = None, thorough: bool = False, reporter: Reporter | None = None) -> dict[str, Any]:
+def inspect(
+    path: str | Path, *, where: Where | None = None, thorough: bool = False, reporter: Reporter | None = None
+) -> dict[str, Any]:
     """Say what a checkpoint is, from headers and small tensors. Returns the object of ``inspect --json``."""
     from w4pack.convert.source.describe import describe
 
@@ -144,7 +159,11 @@ def inspect(path: str | Path, *, where: Where | None = None, thorough: bool = Fa
 
 def _glimpse(checkpoint: Checkpoint, *, thorough: bool) -> Source:
     """Read a source for a question: every deciding tensor where they are small enough or asked for, else a sample."""
-    small = sum(t.nbytes for t in checkpoint.tensors.values() if t.name.endswith(("qzeros", "weight_zero_point", "g_idx")))
+    small = sum(
+        t.nbytes
+        for t in checkpoint.tensors.values()
+        if t.name.endswith(("qzeros", "weight_zero_point", "g_idx"))
+    )
     evidence = "all" if thorough or small <= SAMPLE_LIMIT // 8 else "sample"
     return read_source(checkpoint, DetectOptions(evidence))
 
@@ -158,7 +177,11 @@ def check(
 
     unknown = [e for e in engines if e not in ENGINES]
     if unknown or not tp or any(t < 1 for t in tp):
-        raise UsageError("no such engine or tensor parallelism", expected=f"{', '.join(ENGINES)}; TP from 1 on", found=f"{', '.join(engines)}; TP {list(tp)}")
+        raise UsageError(
+            "no such engine or tensor parallelism",
+            expected=f"{', '.join(ENGINES)}; TP from 1 on",
+            found=f"{', '.join(engines)}; TP {list(tp)}",
+        )
     with glimpsed(path, where or Where(), reporter or Quiet(), thorough=thorough) as (checkpoint, label):
         source = _glimpse(checkpoint, thorough=thorough)
         facts = source_facts(source)
@@ -184,7 +207,14 @@ def _pasted(command: str | None, label: str) -> str | None:
     return command.replace(" SRC ", f" {label} ") if command else None
 
 
-def verify(out: str | Path, *, against: str | Path | None = None, where: Where | None = None, threads: int = 0, reporter: Reporter | None = None) -> dict[str, Any]:
+def verify(
+    out: str | Path,
+    *,
+    against: str | Path | None = None,
+    where: Where | None = None,
+    threads: int = 0,
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
     """Verify an output, and compare it with its source. Returns the object of ``verify --json``."""
     from w4pack.convert.errors import SourceError
     from w4pack.convert.jobs import manifest
@@ -212,7 +242,9 @@ def verify(out: str | Path, *, against: str | Path | None = None, where: Where |
     }  # fmt: skip
 
 
-def unpack(path: str | Path, out: str | Path, *, where: Where | None = None, running: Running | None = None) -> int:
+def unpack(
+    path: str | Path, out: str | Path, *, where: Where | None = None, running: Running | None = None
+) -> int:
     """Turn an artifact back into its source. Returns the number of tensors, all of them proved."""
     from w4pack.convert.jobs import manifest
     from w4pack.convert.jobs.conversion import check_place
@@ -226,8 +258,19 @@ def unpack(path: str | Path, out: str | Path, *, where: Where | None = None, run
         return unpack_source(source, value, Path(out), running)
 
 
-def push(out: str | Path, repo_id: str, *, private: bool = False, token: str | None = None, reporter: Reporter | None = None) -> Any:
+def push(
+    out: str | Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    token: str | None = None,
+    access: Any = None,
+    reporter: Reporter | None = None,
+    bars: bool = False,
+) -> Any:
     """Upload an output to the Hub, config.json last. Returns a PushReport."""
     from w4pack.convert.hub.push import push as upload
 
-    return upload(Path(out), repo_id, private=private, token=token)
+    return upload(
+        Path(out), repo_id, private=private, token=token, access=access, reporter=reporter, bars=bars
+    )

@@ -11,7 +11,16 @@ from typing import Any
 
 from w4pack.convert import api
 from w4pack.convert.errors import Refused, UsageError
-from w4pack.convert.events import SCHEMA, Human, JsonLines, Quiet, Reporter, size_text, time_text
+from w4pack.convert.events import (
+    SCHEMA,
+    Human,
+    JsonLines,
+    Quiet,
+    Reporter,
+    size_text,
+    time_text,
+    warning_fields,
+)
 from w4pack.convert.jobs.conversion import MEMORY, Running
 from w4pack.convert.planning.options import HUB_FILE_LIMIT, ConvertOptions
 from w4pack.convert.planning.show import plan_event, text
@@ -59,32 +68,55 @@ def run_convert(given: Given, stop: Any) -> None:
         if given["dry_run"]:
             _dry_run(given, options, running)
             return
-        if given["push_to"]:
-            _preflight(given, options, running)
-        report = api.convert(given["src"], out, options=options, where=_where(given), running=running, verify_after=given["verify_after"], on_plan=lambda *made: _show_plan(given, out, *made))
+        access = _preflight(given, options, running) if given["push_to"] else None
+        report = api.convert(
+            given["src"],
+            out,
+            options=options,
+            where=_where(given),
+            running=running,
+            verify_after=given["verify_after"],
+            on_plan=lambda *made: _show_plan(given, out, *made),
+        )
     finally:
         reporter.close()
     _tell_done(given, report)
     if given["push_to"]:
-        run_push({**given, "repo_id": given["push_to"], "out": str(out)})
+        run_push({**given, "repo_id": given["push_to"], "out": str(out)}, access)
 
 
 def _check_sizes(given: Given, options: ConvertOptions) -> None:
     if options.max_shard_size > HUB_FILE_LIMIT:
         if given["push_to"]:
-            raise UsageError("the Hub takes no file of this size", where="--max-shard-size", expected=f"at most {HUB_FILE_LIMIT} bytes", found=str(options.max_shard_size))
-        if not given["as_json"]:
-            _say(f"warning: shards above {size_text(HUB_FILE_LIMIT)} cannot be uploaded to the Hub")
+            raise UsageError(
+                "the Hub takes no file of this size",
+                where="--max-shard-size",
+                expected=f"at most {HUB_FILE_LIMIT} bytes",
+                found=str(options.max_shard_size),
+            )
+        text = f"shards above {HUB_FILE_LIMIT} bytes cannot be uploaded to the Hub"
+        _reporter(given).event(
+            "warning",
+            code="shard-size",
+            where="--max-shard-size",
+            expected=f"at most {HUB_FILE_LIMIT}",
+            found=str(options.max_shard_size),
+            text=text,
+        )
 
 
 def _dry_run(given: Given, options: ConvertOptions, running: Running) -> None:
     made = api.plan(given["src"], options=options, where=_where(given), running=running)
     _show_plan(given, Path(given["out"]), *made, dry=True)
     if given["as_json"]:
+        for warning in made[1]:
+            running.reporter.event("warning", **warning_fields(warning))
         running.reporter.event("done", out=None, dry_run=True)
 
 
-def _show_plan(given: Given, out: Path, plan: Any, warnings: Sequence[Any], facts: Any, source: Any, *, dry: bool = False) -> None:
+def _show_plan(
+    given: Given, out: Path, plan: Any, warnings: Sequence[Any], facts: Any, source: Any, *, dry: bool = False
+) -> None:
     if given["quiet"] and not (dry or given["as_json"]):
         return
     event = plan_event(plan, warnings, facts, source, MEMORY)
@@ -115,20 +147,22 @@ def _tell_done(given: Given, report: Any) -> None:
     )
 
 
-def _preflight(given: Given, options: ConvertOptions, running: Running) -> None:
+def _preflight(given: Given, options: ConvertOptions, running: Running) -> Any:
     """Find out before the conversion whether the upload can work: token, rights, the card's header."""
     from w4pack.convert.hub.push import preflight
 
     made, _, _, source = api.plan(given["src"], options=options, where=_where(given), running=running)
     card = api.card_for(source, made, given["src"], _where(given))
-    preflight(given["push_to"], private=given["private"], card=card)
+    return preflight(given["push_to"], None, given["private"], card)
 
 
 def run_inspect(given: Given) -> None:
     """Print what a checkpoint is."""
     from w4pack.convert.source.describe import text as described
 
-    value = api.inspect(given["path"], where=_where(given), thorough=given["thorough"], reporter=_question_reporter(given))
+    value = api.inspect(
+        given["path"], where=_where(given), thorough=given["thorough"], reporter=_question_reporter(given)
+    )
     if given["as_json"]:
         _print_json(value)
     elif not given["quiet"]:
@@ -143,7 +177,14 @@ def _question_reporter(given: Given) -> Reporter:
 def run_check(given: Given) -> bool:
     """Print what engines do with a checkpoint; True if every asked combination works."""
     engines = given["engine"] or api.ENGINES
-    answers = api.check(given["path"], engines=engines, tp=given["tp"], where=_where(given), thorough=given["thorough"], reporter=_question_reporter(given))
+    answers = api.check(
+        given["path"],
+        engines=engines,
+        tp=given["tp"],
+        where=_where(given),
+        thorough=given["thorough"],
+        reporter=_question_reporter(given),
+    )
     ok = all(answer["ok"] for answer in answers)
     if given["as_json"]:
         _print_json(answers[0] if len(answers) == 1 else _together(answers, ok=ok))
@@ -154,7 +195,15 @@ def run_check(given: Given) -> bool:
 
 def _together(answers: Sequence[Given], *, ok: bool) -> dict[str, Any]:
     first = answers[0]
-    return {"schema": SCHEMA, "path": first["path"], "engine": "all", "ok": ok, "evidence": first["evidence"], "bytes_read": first["bytes_read"], "engines": list(answers)}
+    return {
+        "schema": SCHEMA,
+        "path": first["path"],
+        "engine": "all",
+        "ok": ok,
+        "evidence": first["evidence"],
+        "bytes_read": first["bytes_read"],
+        "engines": list(answers),
+    }
 
 
 def _check_text(answers: Sequence[Given]) -> list[str]:
@@ -171,24 +220,42 @@ def _check_text(answers: Sequence[Given]) -> list[str]:
 
 
 def _verdict(verdict: str) -> str:
-    words = {"ok": "takes it", "refuses": "refuses it", "wrong": "loads it and computes something else", "slow": "takes it, by a slow path"}
+    words = {
+        "ok": "takes it",
+        "refuses": "refuses it",
+        "wrong": "loads it and computes something else",
+        "slow": "takes it, by a slow path",
+    }
     return words.get(verdict, verdict)
 
 
 def _blocker_lines(blockers: Sequence[Given]) -> list[str]:
-    return [f"         {b['layer']}: {b['rule']}: expected {b['expected']}, found {b['found']}" for b in blockers]
+    return [
+        f"         {b['layer']}: {b['rule']}: expected {b['expected']}, found {b['found']}" for b in blockers
+    ]
 
 
 def run_verify(given: Given) -> bool:
     """Print whether an output is what it should be."""
-    value = api.verify(given["out"], against=given["against"], where=_where(given), threads=given["threads"], reporter=_question_reporter(given))
+    value = api.verify(
+        given["out"],
+        against=given["against"],
+        where=_where(given),
+        threads=given["threads"],
+        reporter=_question_reporter(given),
+    )
     if given["as_json"]:
         _print_json(value)
     elif not given["quiet"]:
         for failure in value["failures"]:
-            print(f"differs   {failure['tensor']}: {failure['kind']}: expected {failure['expected']}, found {failure['found']}")
+            print(
+                f"differs   {failure['tensor']}: {failure['kind']}: expected {failure['expected']}, found {failure['found']}"
+            )
         compared = f", {value['compared']} compared with {value['against']}" if value["against"] else ""
-        print(f"{'ok' if value['ok'] else 'FAILED'}        {value['tensors']} tensors{compared}, {len(value['failures'])} wrong", flush=True)
+        print(
+            f"{'ok' if value['ok'] else 'FAILED'}        {value['tensors']} tensors{compared}, {len(value['failures'])} wrong",
+            flush=True,
+        )
     return bool(value["ok"])
 
 
@@ -196,7 +263,9 @@ def run_unpack(given: Given, stop: Any) -> None:
     """Turn an artifact back and say so."""
     reporter = _reporter(given)
     try:
-        count = api.unpack(given["path"], given["out"], where=_where(given), running=_running(given, stop, reporter))
+        count = api.unpack(
+            given["path"], given["out"], where=_where(given), running=_running(given, stop, reporter)
+        )
     finally:
         reporter.close()
     if given["as_json"]:
@@ -205,14 +274,21 @@ def run_unpack(given: Given, stop: Any) -> None:
         _say(f"wrote {given['out']}: {count} tensors, all proved equal to the source's")
 
 
-def run_push(given: Given) -> None:
+def run_push(given: Given, access: Any = None) -> None:
     """Upload an output and say where it is."""
     reporter = _reporter(given)
     folder = Path(given["out"])
     if not folder.is_dir():
         raise Refused("no such folder to push", code="no-such-folder", where=given["out"])
-    report = api.push(folder, given["repo_id"], private=given["private"], reporter=reporter)
+    report = api.push(
+        folder,
+        given["repo_id"],
+        private=given["private"],
+        access=access,
+        reporter=reporter,
+        bars=isinstance(reporter, Human),
+    )
     if given["as_json"]:
-        reporter.event("done", repo=given["repo_id"], **report.to_json())
+        reporter.event("done", **report.to_json())
     elif not given["quiet"]:
-        _say(f"pushed {given['out']} to {given['repo_id']}: {report.summary()}")
+        _say(f"pushed {given['out']}: {report.summary()}")

@@ -133,7 +133,14 @@ class Refused(W4PackError):
         broken = [p for p in problems if p.exit_code == EXIT_FAILED]
         first = (broken or list(problems))[0]
         kind: type[W4PackError] = SourceError if broken else cls
-        merged = kind(first.what, code=first.code, where=first.where, expected=first.expected, found=first.found, hint=first.hint)
+        merged = kind(
+            first.what,
+            code=first.code,
+            where=first.where,
+            expected=first.expected,
+            found=first.found,
+            hint=first.hint,
+        )
         merged.problems = tuple(problems)
         return merged
 

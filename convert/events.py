@@ -52,7 +52,11 @@ class JsonLines:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Print the event at once."""
-        print(json.dumps({"schema": SCHEMA, "event": kind, **fields}, default=str), file=self._stream, flush=True)
+        print(
+            json.dumps({"schema": SCHEMA, "event": kind, **fields}, default=str),
+            file=self._stream,
+            flush=True,
+        )
 
     def progress(self, done: int, total: int, layer: str) -> None:
         """Print progress, a few times a second at most."""
@@ -96,7 +100,16 @@ class Human:
         if self._bar is None:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, file=self._stream, leave=False, dynamic_ncols=True, smoothing=0.1)
+            self._bar = tqdm(
+                total=total,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                file=self._stream,
+                leave=False,
+                dynamic_ncols=True,
+                smoothing=0.1,
+            )
         self._bar.update(done - self._bar.n)
         self._bar.set_postfix_str(layer, refresh=False)
 
@@ -128,4 +141,10 @@ def time_text(seconds: float) -> str:
 
 def warning_fields(warning: Any) -> Mapping[str, str]:
     """Return the fields of a warning event."""
-    return {"code": warning.code, "where": warning.where, "expected": warning.expected, "found": warning.found, "text": warning.text()}
+    return {
+        "code": warning.code,
+        "where": warning.where,
+        "expected": warning.expected,
+        "found": warning.found,
+        "text": warning.text(),
+    }

@@ -48,16 +48,29 @@ def index_map(explicit: NDArray[np.int32] | None, size: int, available: int) -> 
     return index
 
 
-def _source_group_of(out: QuantScheme, out_group: NDArray[np.int32] | None, src_group: NDArray[np.int32], rows: NDArray[np.int32]) -> NDArray[np.int32]:
+def _source_group_of(
+    out: QuantScheme,
+    out_group: NDArray[np.int32] | None,
+    src_group: NDArray[np.int32],
+    rows: NDArray[np.int32],
+) -> NDArray[np.int32]:
     """Return for each output group the source group of its first real row, PADDING for groups of padding only."""
     groups = natural_group(out.in_features, out.group_size) if out_group is None else out_group
     result = np.full(out.groups, PADDING, np.int32)
-    real = np.flatnonzero(rows != PADDING)[::-1]  # backwards, so that the first row of a group is written last
+    real = np.flatnonzero(rows != PADDING)[
+        ::-1
+    ]  # backwards, so that the first row of a group is written last
     result[groups[real]] = src_group[rows[real]]
     return result
 
 
-def transform(params: GroupParams, source: QuantScheme, out: QuantScheme, reorder: Reorder, out_group: NDArray[np.int32] | None = None) -> GroupParams:
+def transform(
+    params: GroupParams,
+    source: QuantScheme,
+    out: QuantScheme,
+    reorder: Reorder,
+    out_group: NDArray[np.int32] | None = None,
+) -> GroupParams:
     """Gather scales and zeros for an output scheme. Bit-exact: no value is recomputed but the widening to 8 bit.
 
     params     of the source, natural order; ``group`` may be None
@@ -65,7 +78,9 @@ def transform(params: GroupParams, source: QuantScheme, out: QuantScheme, reorde
     Padded columns and groups get scale +0.0 and the midpoint as zero point. Going from 4 to 8 bit makes the
     layer symmetric: zero points move into the codes.
     """
-    src_group = params.group if params.group is not None else natural_group(source.in_features, source.group_size)
+    src_group = (
+        params.group if params.group is not None else natural_group(source.in_features, source.group_size)
+    )
     rows = index_map(reorder.rows, out.in_features, source.in_features)
     cols = index_map(reorder.cols, out.out_features, source.out_features)
     group_of = _source_group_of(out, out_group, src_group, rows)

@@ -30,7 +30,9 @@ class RtnResult:
     squared_norm: float
 
 
-def _grid(low: NDArray[np.float32], high: NDArray[np.float32], scheme: QuantScheme) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _grid(
+    low: NDArray[np.float32], high: NDArray[np.float32], scheme: QuantScheme
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return (scale rounded to its stored dtype, zero point) for a clipped range per column."""
     levels = (1 << scheme.bits) - 1
     if scheme.sym:
@@ -46,12 +48,16 @@ def _grid(low: NDArray[np.float32], high: NDArray[np.float32], scheme: QuantSche
     return scale, zero.astype(np.float32)
 
 
-def _round_group(weights: NDArray[np.float32], scale: NDArray[np.float32], zero: NDArray[np.float32], levels: int) -> NDArray[np.float32]:
+def _round_group(
+    weights: NDArray[np.float32], scale: NDArray[np.float32], zero: NDArray[np.float32], levels: int
+) -> NDArray[np.float32]:
     safe = np.where(scale == 0, np.float32(1), scale)
     return np.clip(np.rint(weights / safe + zero), 0, levels).astype(np.float32)
 
 
-def _best_grid(weights: NDArray[np.float32], scheme: QuantScheme) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]]:
+def _best_grid(
+    weights: NDArray[np.float32], scheme: QuantScheme
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]]:
     """Search the clip ratio per column of one group (g, N): smallest squared error wins, the first on a tie."""
     levels = (1 << scheme.bits) - 1
     low, high = weights.min(axis=0), weights.max(axis=0)

@@ -69,8 +69,7 @@ def predict(facts: ModelFacts, conversion: Conversion) -> ModelFacts | None:
 
 def _folded(facts: ModelFacts) -> frozenset[str]:
     """Modules whose order moves into their producers' columns."""
-    names = [x.name for x in facts.layers] + [_module(d) for d in facts.dense if d.name.endswith(".weight")]
-    sets = {s.down for s in families.intermediate_sets(names)}
+    sets = {mlp.down for mlp in _free_mlps(facts)}
     return frozenset(
         x.name
         for x in facts.layers
@@ -78,6 +77,13 @@ def _folded(facts: ModelFacts) -> frozenset[str]:
         and x.name in sets
         and (x.group_size <= 0 or x.in_features % x.group_size == 0)
     )
+
+
+def _free_mlps(facts: ModelFacts) -> list[families.IntermediateSet]:
+    """MLPs whose intermediate channels nothing but gate, up and down touches."""
+    names = [x.name for x in facts.layers] + [_module(d) for d in facts.dense if d.name.endswith(".weight")]
+    tensors = names + [d.name for d in facts.dense]
+    return [mlp for mlp in families.intermediate_sets(names) if not families.between(tensors, mlp)]
 
 
 def _asymmetric(facts: ModelFacts) -> frozenset[str]:
@@ -95,7 +101,7 @@ def _padded(facts: ModelFacts, ways: int) -> Mapping[str, tuple[str, int]]:
         return {}
     layers = {x.name: x for x in facts.layers}
     sizes: dict[str, tuple[str, int]] = {}
-    for mlp in families.intermediate_sets(layers):
+    for mlp in (m for m in _free_mlps(facts) if m.down in layers):
         down = layers[mlp.down]
         unit = ways * (128 if down.group_size <= 0 else 128 * down.group_size // _gcd(128, down.group_size))
         size = -(-down.in_features // unit) * unit
@@ -158,6 +164,7 @@ def _module(dense: DenseFacts) -> str:
 
 def _described(facts: ModelFacts, layers: tuple[LayerFacts, ...], target: str) -> ModelFacts | None:
     dense = survey(facts, fused=False).dense_linears
+    layers = _one_group_named(layers)
     config = _WRITERS[target](layers, dense)
     if config is None:
         return None
@@ -169,6 +176,15 @@ def _described(facts: ModelFacts, layers: tuple[LayerFacts, ...], target: str) -
         files=("config.json", "model.safetensors"),
         weight_files=("model.safetensors",),
         warnings=(),
+    )
+
+
+def _one_group_named(layers: tuple[LayerFacts, ...]) -> tuple[LayerFacts, ...]:
+    """Give a module of one group the model's group size where that is its K: one scheme instead of two."""
+    sizes = Counter(x.group_size for x in layers if x.group_size > 0)
+    usual = sizes.most_common(1)[0][0] if sizes else 0
+    return tuple(
+        replace(x, group_size=usual) if x.group_size == -1 and x.in_features == usual else x for x in layers
     )
 
 

@@ -16,9 +16,8 @@ _TILE = 64
 def _layout(model: Model, tp: int) -> Iterator[Finding]:
     odd = [k for k in model.kinds if k.layer.layout != "marlin"]
     if odd:
-        yield Finding(
-            odd[0].where, "an artifact", f"{odd[0].layer.layout} tensors", sum(len(k.names) for k in odd)
-        )
+        total = sum(len(k.names) for k in odd)
+        yield Finding("quantized modules", "an artifact", f"{odd[0].layer.layout} tensors", total)
 
 
 def _group(model: Model, kind: Kind, tp: int) -> Hit:

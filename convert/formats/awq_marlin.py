@@ -37,6 +37,7 @@ from w4pack.kernels import layout
 GROUP_SIZES = (ONE_GROUP, 64, 128)
 
 
+TILES = True  # codes are Marlin tiles: layouts with `to_tiles` can be packed directly
 SUFFIXES = ("qweight", "scales")
 
 

@@ -51,6 +51,7 @@ def stored_groups(scheme: QuantScheme) -> int:
     return 1 if scheme.group_size == ONE_GROUP else -(-rows // scheme.group_size)
 
 
+TILES = True  # codes are Marlin tiles: layouts with `to_tiles` can be packed directly
 SUFFIXES = ("weight", "weight_scale", "weight_zero_point", "act_perm")
 
 

@@ -40,6 +40,7 @@ GROUP_SIZES = (ONE_GROUP, 128)
 K_UNIT, N_UNIT = 128, 256  # thread blocks of that kernel
 
 
+TILES = True  # codes are Marlin tiles: layouts with `to_tiles` can be packed directly
 SUFFIXES = ("B", "s")
 
 

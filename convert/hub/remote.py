@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from w4pack.convert.errors import HubError, SourceError
+from w4pack.convert.files.tensorfile import Header, read_header
+from w4pack.convert.hub.ahead import AT_ONCE, Likeness, Range
 from w4pack.convert.hub.client import QUICK, hub_error, persist, session_tools, status_of
 from w4pack.convert.hub.resolve import HubSource
 
@@ -22,6 +24,7 @@ T = TypeVar("T")
 
 READ_LIMIT = 64_000_000  # bytes that a question may read unless asked to be thorough
 HEAD_SMALL, HEAD_LARGE = 64 << 10, 256 << 10  # bytes of a shard's start that the first request asks for
+HEADER_LIMIT = 32 << 20  # bytes; a longer header is left to the reader to refuse
 HEADS_TOTAL = 16 << 20  # bytes for the starts of all shards together
 GAP = 32 << 10  # bytes; ranges closer than this are fetched as one, a request costs more
 WHOLE_LIMIT = 16 << 20  # bytes that are read past to reach an offset, from a server without ranges
@@ -38,6 +41,14 @@ class _Spans:
     """Ranges of one file that were fetched and are kept."""
 
     parts: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def add(self, start: int, data: bytes) -> None:
+        """Keep one more range; it grows the one that it continues."""
+        for i, (at, before) in enumerate(self.parts):
+            if at + len(before) == start:
+                self.parts[i] = (at, before + data)
+                return
+        self.parts.append((start, data))
 
     def copy(self, offset: int, buffer: memoryview) -> bool:
         """Fill ``buffer`` if one kept range covers it."""
@@ -84,6 +95,7 @@ class HubStore:
         self._kept = 0
         self._urls: dict[str, str] = {}  # file -> where the Hub sent us last; signed, so it may expire
         self._heads_asked: set[str] = set()
+        self._likeness: Likeness | None = None
         self._sizes, self.commit = self._list(source)
 
     def files(self) -> Mapping[str, int]:
@@ -139,11 +151,43 @@ class HubStore:
                 expected=f"{len(buffer):,} bytes at offset {offset:,}",
                 found=f"{size:,} bytes in the file",
             )
-        with self._lock:
-            spans = self._spans.get(name)
-            if not len(buffer) or (spans is not None and spans.copy(offset, buffer)):
+        if self._copy(name, offset, buffer):
+            return
+        ahead = self._ahead(name, offset, len(buffer))
+        if len(ahead) > 1:
+            self.prefetch(ahead)
+            if self._copy(name, offset, buffer):
                 return
         buffer[:] = self._fetch(name, offset, offset + len(buffer))
+
+    def _copy(self, name: str, offset: int, buffer: memoryview) -> bool:
+        with self._lock:
+            spans = self._spans.get(name)
+            return not len(buffer) or (spans is not None and spans.copy(offset, buffer))
+
+    def _ahead(self, name: str, offset: int, length: int) -> list[Range]:
+        """Return what to fetch with this read, once all headers are here; see ``convert.hub.ahead``."""
+        if name not in self._heads_asked or offset <= 8:
+            return []
+        if self._likeness is None:
+            self._likeness = Likeness(self._headers())
+        left = AT_ONCE if self.budget_left is None else self.budget_left // 2
+        return self._likeness.after(name, offset, length, left)
+
+    def _headers(self) -> dict[str, Header]:
+        """Parse the headers that lie whole in what was fetched; broken ones are for the reader to report."""
+        headers = {}
+        for name in sorted(self._heads_asked):
+
+            def kept(offset: int, length: int, name: str = name) -> bytes:
+                data = bytearray(length)
+                if not self._copy(name, offset, memoryview(data)):
+                    raise SourceError("not here")
+                return bytes(data)
+
+            with suppress(SourceError):
+                headers[name] = read_header(name, self._sizes[name], kept)
+        return headers
 
     def close(self) -> None:
         """Forget what was kept. The session belongs to the client and stays open."""
@@ -184,6 +228,15 @@ class HubStore:
             self._heads_asked.update(peers)
         length = max(HEAD_SMALL, min(HEAD_LARGE, HEADS_TOTAL // max(1, len(peers))))
         self.prefetch((peer, 0, length) for peer in peers)
+        self._fetch_all([part for peer in peers if (part := self._rest_of_header(peer, length)) is not None])
+
+    def _rest_of_header(self, name: str, got: int) -> Range | None:
+        """Return what is missing of a header (file, start, end); None if it is whole, or absurd."""
+        prefix = bytearray(8)
+        if self._sizes[name] < 8 or not self._copy(name, 0, memoryview(prefix)):
+            return None
+        end = 8 + int.from_bytes(prefix, "little")
+        return (name, got, end) if got < end <= min(self._sizes[name], HEADER_LIMIT) else None
 
     def _peers(self, name: str) -> list[str]:
         """Return the shards that share ``name``'s stem and count, itself among them."""
@@ -232,7 +285,7 @@ class HubStore:
             if self._kept + len(data) > KEPT_LIMIT:
                 self._spans.clear()
                 self._kept = 0
-            self._spans.setdefault(name, _Spans()).parts.append((start, data))
+            self._spans.setdefault(name, _Spans()).add(start, data)
             self._kept += len(data)
 
     # -- the network

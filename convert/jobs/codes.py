@@ -19,7 +19,9 @@ from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.source.detect import SourceLayer
 
-BLOCK_CODES = 8 << 20  # codes per block: 4 MiB packed at 4 bit, large enough for the disk, small enough to stay flat
+BLOCK_CODES = (
+    8 << 20
+)  # codes per block: 4 MiB packed at 4 bit, large enough for the disk, small enough to stay flat
 NARROW = 2048  # columns per block where source and target run along different axes: runs of at least a page
 
 Index = slice | NDArray[np.int32]
@@ -88,10 +90,19 @@ def _elements(index: Index, size: int, unit: int, elems: int, step: int) -> tupl
 def _pick(words: NDArray[np.uint32], bits: int, rows: Index, cols: Index) -> NDArray[np.uint32]:
     """Take rows and columns of a block of words; rows are counted in codes."""
     per = 32 // bits
-    if isinstance(rows, slice) and rows.start % per == 0 and (rows.stop % per == 0 or -(-rows.stop // per) == words.shape[0]):
+    if (
+        isinstance(rows, slice)
+        and rows.start % per == 0
+        and (rows.stop % per == 0 or -(-rows.stop // per) == words.shape[0])
+    ):
         picked = words[rows.start // per : -(-rows.stop // per)]
     else:
-        codes = bitpack.unpack_rows(words if isinstance(cols, slice) and cols.start == 0 and cols.stop == words.shape[1] else words[:, cols], bits)
+        codes = bitpack.unpack_rows(
+            words
+            if isinstance(cols, slice) and cols.start == 0 and cols.stop == words.shape[1]
+            else words[:, cols],
+            bits,
+        )
         return bitpack.pack_rows(codes[rows], bits)
     if isinstance(cols, slice) and cols.start == 0 and cols.stop == picked.shape[1]:
         return picked
@@ -129,8 +140,31 @@ class CodeMap:
             return self.reader.words(rows, cols)
         return self._padded(block, rows, cols)
 
+    def stored(self, block: Block) -> NDArray | None:
+        """Return the block as the file stores it if its codes are used as they are, else None: for direct repacking."""
+        scheme, grid = self.reader.layer.scheme, self.reader.grid
+        inside = block.k1 <= scheme.in_features and block.n1 <= scheme.out_features
+        plain = (
+            self.rows is None
+            and self.cols is None
+            and self.reader.place is None
+            and self.out.bits == scheme.bits
+        )
+        if not (inside and plain):
+            return None
+        rows, _ = _elements(
+            slice(block.k0, block.k1), scheme.in_features, grid.k_unit, grid.k_elems, grid.k_unit
+        )
+        cols, _ = _elements(
+            slice(block.n0, block.n1), scheme.out_features, grid.n_unit, grid.n_elems, grid.n_unit
+        )
+        first, second = (rows, cols) if grid.k_axis == 0 else (cols, rows)
+        return self.reader.checkpoint.rect(self.reader.name, first, second)
+
     def _padded(self, block: Block, rows: Index, cols: Index) -> NDArray[np.uint32]:
-        groups = (natural_group(block.k1, self.out.group_size) if self.group is None else self.group)[block.k0 : block.k1]
+        groups = (natural_group(block.k1, self.out.group_size) if self.group is None else self.group)[
+            block.k0 : block.k1
+        ]
         codes = self.zeros[groups, block.n0 : block.n1]
         real_rows, at_rows = _real(rows)
         real_cols, at_cols = _real(cols)

@@ -23,7 +23,9 @@ from w4pack.convert.planning.plan import Op, Plan, SourceFile, make_plan, planne
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import Source
 
-MEMORY = 192 << 20  # bytes above the imports that a conversion is planned to need at most (measured: benchmarks)
+MEMORY = (
+    192 << 20
+)  # bytes above the imports that a conversion is planned to need at most (measured: benchmarks)
 HEAD_BYTES = 1 << 20  # bytes of a pickle that identify it without ``--strict``
 DISK_SLACK = 16 << 20  # bytes for manifest, journal and folders
 
@@ -82,7 +84,9 @@ class ConvertRecipe:
         """See ``work.Recipe``."""
         run = work.OpRun(op, [])
         if op.kind == "copy":
-            run.tasks = work.copy_tasks(self.source.checkpoint, op.source, out, out.tensors[op.outputs[0]], run.report)
+            run.tasks = work.copy_tasks(
+                self.source.checkpoint, op.source, out, out.tensors[op.outputs[0]], run.report
+            )
         elif op.kind == "dense":
             run.report["sha256"] = hash_tensor(self.source.checkpoint, op.source)
             run.tasks = work.dense_tasks(self.source, self.dense[op.source], out, out.tensors[op.outputs[0]])
@@ -154,12 +158,23 @@ def _blob_digest(blob: Any) -> str:
     return sha.hexdigest()
 
 
-def plan_conversion(source: Source, options: ConvertOptions, origin: Mapping[str, str] | None, running: Running) -> tuple[Plan, tuple[Warning_, ...]]:
+def plan_conversion(
+    source: Source, options: ConvertOptions, origin: Mapping[str, str] | None, running: Running
+) -> tuple[Plan, tuple[Warning_, ...]]:
     """Plan without touching OUT."""
     return make_plan(source, options, origin, source_files(source.checkpoint, strict=running.strict))
 
 
-def convert_source(source: Source, out: Path, options: ConvertOptions, origin: Mapping[str, str] | None, running: Running, *, card: Any = None, on_plan: Any = None) -> Report:
+def convert_source(
+    source: Source,
+    out: Path,
+    options: ConvertOptions,
+    origin: Mapping[str, str] | None,
+    running: Running,
+    *,
+    card: Any = None,
+    on_plan: Any = None,
+) -> Report:
     """Plan, execute and publish.
 
     card     ``card(plan, errors) -> str`` makes the output's README; None: no card
@@ -177,10 +192,23 @@ def convert_source(source: Source, out: Path, options: ConvertOptions, origin: M
         running.reporter.event("warning", **warning_fields(warning))
     if running.resume and finished_before(out, plan):
         return Report(out, plan, warnings, time.monotonic() - started, {})
-    written = run_plan(plan, ConvertRecipe(source, plan, strict=running.strict), out, running, lambda folder, done: _write_rest(folder, done, plan, source, card))
+    written = run_plan(
+        plan,
+        ConvertRecipe(source, plan, strict=running.strict),
+        out,
+        running,
+        lambda folder, done: _write_rest(folder, done, plan, source, card),
+    )
     for name, report in written.reports.items():
         if report.get("nonfinite"):
-            running.reporter.event("warning", code="nonfinite", where=name, expected="finite values", found=f"{report['nonfinite']} not finite", text=f"{name}: {report['nonfinite']} values are not finite; copied as they are, `w4pack verify` reports them")
+            running.reporter.event(
+                "warning",
+                code="nonfinite",
+                where=name,
+                expected="finite values",
+                found=f"{report['nonfinite']} not finite",
+                text=f"{name}: {report['nonfinite']} values are not finite; copied as they are, `w4pack verify` reports them",
+            )
     errors = {n: float(r["relative_error"]) for n, r in written.reports.items() if "relative_error" in r}
     return Report(out, plan, warnings, time.monotonic() - started, errors)
 
@@ -217,14 +245,27 @@ def finished_before(out: Path, plan: Plan) -> bool:
 def check_disk(plan: Plan, staging: Staging) -> None:
     """Raise OutputError if the file system cannot hold the output."""
     place = existing_parent(staging.root)
-    have = sum(f.stat().st_blocks * 512 for f in staging.out.glob("*.safetensors")) if staging.out.is_dir() else 0
+    have = (
+        sum(f.stat().st_blocks * 512 for f in staging.out.glob("*.safetensors"))
+        if staging.out.is_dir()
+        else 0
+    )
     needed = plan.output_bytes + DISK_SLACK - have
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise OutputError("not enough room for the output", code="disk-full", where=str(place), expected=f"{needed:,} bytes", found=f"{free:,} bytes free", hint="free some space, or choose another OUT")
+        raise OutputError(
+            "not enough room for the output",
+            code="disk-full",
+            where=str(place),
+            expected=f"{needed:,} bytes",
+            found=f"{free:,} bytes free",
+            hint="free some space, or choose another OUT",
+        )
 
 
-def run_plan(plan: Plan, recipe: work.Recipe, out: Path, running: Running, write_rest: Any) -> manifest.Written:
+def run_plan(
+    plan: Plan, recipe: work.Recipe, out: Path, running: Running, write_rest: Any
+) -> manifest.Written:
     """Execute a plan in the staging folder and publish it. ``write_rest(folder, written)`` adds the other files."""
     staging = Staging(out)
     check_disk(plan, staging)
@@ -238,7 +279,9 @@ def run_plan(plan: Plan, recipe: work.Recipe, out: Path, running: Running, write
                 executor.run(running.workers)
         finally:
             log.close()
-        written = manifest.Written(execute.tensor_hashes(executor.finished), execute.reports(plan, executor.finished))
+        written = manifest.Written(
+            execute.tensor_hashes(executor.finished), execute.reports(plan, executor.finished)
+        )
         write_rest(staging.out, written)
         staging.publish(overwrite=running.overwrite)
         return written
@@ -248,5 +291,3 @@ def run_plan(plan: Plan, recipe: work.Recipe, out: Path, running: Running, write
         raise
     finally:
         staging.close()
-
-

@@ -30,7 +30,9 @@ class Interrupted(W4PackError):
     default_code = "interrupted"
 
     def __init__(self, signum: int, where: Path) -> None:
-        super().__init__("stopped by a signal", where=str(where), hint="the same command with `--resume` goes on from here")
+        super().__init__(
+            "stopped by a signal", where=str(where), hint="the same command with `--resume` goes on from here"
+        )
         self.exit_code = EXIT_SIGTERM if signum == 15 else EXIT_SIGINT
 
 
@@ -67,7 +69,9 @@ class _State:
 class Executor:
     """Runs the operations of one plan that are not finished yet."""
 
-    def __init__(self, plan: Plan, recipe: Recipe, out: OutFiles, log: Journal, reporter: Reporter, stop: StopFlag) -> None:
+    def __init__(
+        self, plan: Plan, recipe: Recipe, out: OutFiles, log: Journal, reporter: Reporter, stop: StopFlag
+    ) -> None:
         self.plan = plan
         self.recipe = recipe
         self.out = out
@@ -149,7 +153,11 @@ class Executor:
             self._state.done_bytes += tensor.nbytes
             self._state.shard_left[tensor.shard] -= 1
             if self._state.shard_left[tensor.shard] == 0:
-                self.reporter.event("shard", name=tensor.shard, bytes=sum(t.nbytes for t in self.plan.tensors if t.shard == tensor.shard))
+                self.reporter.event(
+                    "shard",
+                    name=tensor.shard,
+                    bytes=sum(t.nbytes for t in self.plan.tensors if t.shard == tensor.shard),
+                )
         if op.kind == "layer":
             self.reporter.event("layer", name=op.source, **item.report_fields())
         self.reporter.progress(self._state.done_bytes, self.plan.output_bytes, op.source)
@@ -158,7 +166,10 @@ class Executor:
         """Sync what was written, then journal it: a line never stands before its data."""
         with self._state.flush_lock:
             with self._state.lock:
-                due = self._state.unflushed_bytes >= FLUSH_BYTES or time.monotonic() - self._state.flushed_at >= FLUSH_SECONDS
+                due = (
+                    self._state.unflushed_bytes >= FLUSH_BYTES
+                    or time.monotonic() - self._state.flushed_at >= FLUSH_SECONDS
+                )
                 if not self._state.unflushed or not (always or due):
                     return
                 batch, self._state.unflushed, self._state.unflushed_bytes = self._state.unflushed, [], 0

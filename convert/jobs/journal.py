@@ -34,7 +34,13 @@ class Finished:
 
 def head(plan: Plan) -> dict[str, Any]:
     """Return the first line: which job this journal belongs to."""
-    return {"w4pack": plan.version, "plan": plan.digest, "target": plan.target, "options": dict(plan.options), "files": [[f.name, f.size, f.header, f.sha256] for f in plan.files]}
+    return {
+        "w4pack": plan.version,
+        "plan": plan.digest,
+        "target": plan.target,
+        "options": dict(plan.options),
+        "files": [[f.name, f.size, f.header, f.sha256] for f in plan.files],
+    }
 
 
 class Journal:
@@ -81,7 +87,12 @@ def read(path: Path, plan: Plan) -> tuple[list[Finished], int]:
     try:
         raw = path.read_bytes()
     except OSError as err:
-        raise OutputError("cannot read the journal of the earlier run", code="journal", where=str(path), found=str(err.strerror)) from err
+        raise OutputError(
+            "cannot read the journal of the earlier run",
+            code="journal",
+            where=str(path),
+            found=str(err.strerror),
+        ) from err
     lines, end = [], 0
     for line in raw.splitlines(keepends=True):
         try:
@@ -100,7 +111,11 @@ def read(path: Path, plan: Plan) -> tuple[list[Finished], int]:
 
 def _is_finished(line: Mapping[str, Any], plan: Plan) -> bool:
     op = line.get("op")
-    return isinstance(op, int) and 0 <= op < len(plan.ops) and set(line.get("hashes", {})) == set(plan.ops[op].outputs)
+    return (
+        isinstance(op, int)
+        and 0 <= op < len(plan.ops)
+        and set(line.get("hashes", {})) == set(plan.ops[op].outputs)
+    )
 
 
 def _finished(line: Mapping[str, Any]) -> Finished:
@@ -108,7 +123,12 @@ def _finished(line: Mapping[str, Any]) -> Finished:
 
 
 def _same_job(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    for key, label in (("w4pack", "version"), ("target", "target"), ("options", "options"), ("files", "source")):
+    for key, label in (
+        ("w4pack", "version"),
+        ("target", "target"),
+        ("options", "options"),
+        ("files", "source"),
+    ):
         if found.get(key) != wanted[key]:
             raise _differs(label, found.get(key), wanted[key], path)
     if found.get("plan") != wanted["plan"]:

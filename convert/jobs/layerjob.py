@@ -83,7 +83,9 @@ def row_map(group: NDArray[np.int32] | None, plan: LayerPlan, in_features: int) 
     return rows
 
 
-def column_map(order: NDArray[np.int32] | None, halves: int, available: int, wanted: int) -> NDArray[np.int32] | None:
+def column_map(
+    order: NDArray[np.int32] | None, halves: int, available: int, wanted: int
+) -> NDArray[np.int32] | None:
     """Return the source column of each output column, PADDING where padded; None: in order, padded at the end.
 
     order   permutation of one half's columns, or None
@@ -105,7 +107,9 @@ def make_job(source: Source, plan: LayerPlan, layout: str | None) -> LayerJob:
     return job_of(source.checkpoint, layers, plan, layout)
 
 
-def job_of(checkpoint: Checkpoint, layers: Mapping[str, SourceLayer], plan: LayerPlan, layout: str | None) -> LayerJob:
+def job_of(
+    checkpoint: Checkpoint, layers: Mapping[str, SourceLayer], plan: LayerPlan, layout: str | None
+) -> LayerJob:
     """Prepare a layer of ``layers``; see ``make_job``."""
     layer = layers[plan.source]
     scheme = layer.scheme
@@ -115,7 +119,7 @@ def job_of(checkpoint: Checkpoint, layers: Mapping[str, SourceLayer], plan: Laye
     cols = column_map(order, plan.halves, scheme.out_features, plan.scheme.out_features)
     out = plan.scheme
     keeps_map = plan.action != "pack" and params.group is not None
-    out_group = _padded_group(params.group, out) if keeps_map and params.group is not None else None
+    out_group = _padded_group(params.group, rows, out) if keeps_map and params.group is not None else None
     dense_like = replace(out, group_size=scheme.group_size, act_order=False) if plan.action != "pack" else out
     made = transform(params, scheme, dense_like, Reorder(rows, cols), out_group)
     if out.act_order and rows is not None:
@@ -127,7 +131,9 @@ def job_of(checkpoint: Checkpoint, layers: Mapping[str, SourceLayer], plan: Laye
     return LayerJob(plan, layer, params, made, codes, layout if plan.action != "dense" else None)
 
 
-def fold_order(checkpoint: Checkpoint, layers: Mapping[str, SourceLayer], down: str | None) -> NDArray[np.int32] | None:
+def fold_order(
+    checkpoint: Checkpoint, layers: Mapping[str, SourceLayer], down: str | None
+) -> NDArray[np.int32] | None:
     """Return the permutation that a fold moves into a down projection's producers, or None."""
     if down is None:
         return None
@@ -135,7 +141,12 @@ def fold_order(checkpoint: Checkpoint, layers: Mapping[str, SourceLayer], down: 
     return orders.sorting(group) if group is not None else None
 
 
-def _padded_group(group: NDArray[np.int32], out: QuantScheme) -> NDArray[np.int32]:
+def _padded_group(
+    group: NDArray[np.int32], rows: NDArray[np.int32] | None, out: QuantScheme
+) -> NDArray[np.int32]:
+    """Return the group of each output row, 0 for padding: for outputs that keep the source's groups as they are."""
+    if rows is not None:
+        return np.where(rows == PADDING, 0, group[rows]).astype(np.int32)
     padded = np.zeros(out.in_features, np.int32)
     padded[: group.shape[0]] = group
     return padded

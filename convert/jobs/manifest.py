@@ -39,11 +39,29 @@ def build(plan: Plan, source: Source, written: Written, original: Mapping[str, A
     }
     if original is not None:
         manifest["original"] = original.get("original", original.get("source"))
-    manifest["tensors"] = {t.name: {"dtype": t.dtype, "shape": list(t.shape), "sha256": written.hashes[t.name]} for t in plan.tensors}
+    manifest["tensors"] = {
+        t.name: {"dtype": t.dtype, "shape": list(t.shape), "sha256": written.hashes[t.name]}
+        for t in plan.tensors
+    }
     manifest["layers"] = {p.name: _layer(p, source, written) for p in plan.layers}
     if plan.target in TARGETS_WITH_RECORDS:
-        manifest["unpack"] = _unpack(plan, source, written)
+        copied = original.get("unpack") if original is not None and is_copy(plan, source) else None
+        manifest["unpack"] = copied or _unpack(plan, source, written)
     return manifest
+
+
+def is_copy(plan: Plan, source: Source) -> bool:
+    """Tell whether an artifact becomes the same artifact, so that it still goes back to the first source."""
+    layers = {layer.name: layer for layer in source.layers}
+    same = all(
+        layers[p.source].layout == "marlin"
+        and p.name == p.source
+        and p.action == "pack"
+        and p.scheme == layers[p.source].scheme
+        and p.cols_from is None
+        for p in plan.layers
+    )
+    return same and not plan.dropped and not plan.config_changes
 
 
 def _layer(plan: LayerPlan, source: Source, written: Written) -> dict[str, Any]:
@@ -70,7 +88,10 @@ def _unpack(plan: Plan, source: Source, written: Written) -> dict[str, Any]:
     return {
         "layers": {p.name: written.reports[p.source]["unpack"] for p in plan.layers},
         "dense": [_dense(d, checkpoint, written) for d in plan.dense],
-        "dropped": [{"name": n, "dtype": checkpoint.tensors[n].dtype, "shape": list(checkpoint.tensors[n].shape)} for n in plan.dropped],
+        "dropped": [
+            {"name": n, "dtype": checkpoint.tensors[n].dtype, "shape": list(checkpoint.tensors[n].shape)}
+            for n in plan.dropped
+        ],
         "configs": {name: raw.decode("utf-8", "surrogateescape") for name, raw in checkpoint.raw.items()},
     }
 
@@ -93,31 +114,69 @@ def load(folder: Path) -> dict[str, Any]:
     path = folder / NAME
     try:
         if path.stat().st_size > LIMIT:
-            raise SourceError("the manifest is too large", code="manifest", where=str(path), expected=f"at most {LIMIT} bytes")
+            raise SourceError(
+                "the manifest is too large",
+                code="manifest",
+                where=str(path),
+                expected=f"at most {LIMIT} bytes",
+            )
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise SourceError(
-            "not an output of w4pack: it has no manifest", code="no-manifest", where=str(path), hint=f"`w4pack inspect {folder}` says what it is"
+            "not an output of w4pack: it has no manifest",
+            code="no-manifest",
+            where=str(path),
+            hint=f"`w4pack inspect {folder}` says what it is",
         ) from None
     except (OSError, ValueError, RecursionError) as err:
-        raise SourceError("the manifest cannot be read", code="manifest", where=str(path), found=str(err).partition(chr(10))[0][:200]) from err
+        raise SourceError(
+            "the manifest cannot be read",
+            code="manifest",
+            where=str(path),
+            found=str(err).partition(chr(10))[0][:200],
+        ) from err
     check(value, path)
     return dict(value)
 
 
 def check(value: Any, path: Path) -> None:
     """Raise SourceError unless the manifest has the parts every command relies on."""
-    wanted: dict[str, type] = {"tool": dict, "target": str, "options": dict, "tensors": dict, "layers": dict, "source": dict, "lossless": bool}
+    wanted: dict[str, type] = {
+        "tool": dict,
+        "target": str,
+        "options": dict,
+        "tensors": dict,
+        "layers": dict,
+        "source": dict,
+        "lossless": bool,
+    }
     if not isinstance(value, dict):
         raise SourceError("the manifest is not a JSON object", code="manifest", where=str(path))
     for key, kind in wanted.items():
         if not isinstance(value.get(key), kind):
-            raise SourceError("the manifest is incomplete", code="manifest", where=f"{path}: {key}", expected=kind.__name__, found=type(value.get(key)).__name__)
+            raise SourceError(
+                "the manifest is incomplete",
+                code="manifest",
+                where=f"{path}: {key}",
+                expected=kind.__name__,
+                found=type(value.get(key)).__name__,
+            )
     version = value["tool"].get("format")
     if version != FORMAT_VERSION:
-        raise SourceError("the manifest has another version", code="manifest-version", where=str(path), expected=str(FORMAT_VERSION), found=str(version))
+        raise SourceError(
+            "the manifest has another version",
+            code="manifest-version",
+            where=str(path),
+            expected=str(FORMAT_VERSION),
+            found=str(version),
+        )
     for name, entry in value["tensors"].items():
-        if not (isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list) and isinstance(entry.get("sha256"), str)):
+        if not (
+            isinstance(entry, dict)
+            and isinstance(entry.get("dtype"), str)
+            and isinstance(entry.get("shape"), list)
+            and isinstance(entry.get("sha256"), str)
+        ):
             raise SourceError("the manifest is damaged", code="manifest", where=f"{path}: tensors.{name}")
 
 

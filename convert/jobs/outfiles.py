@@ -42,7 +42,9 @@ class OutFiles:
     def __enter__(self) -> "OutFiles":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for fd in self._fds.values():
             os.close(fd)
 
@@ -50,7 +52,11 @@ class OutFiles:
         """Write contiguous bytes of a tensor from ``offset`` (bytes within the tensor) on."""
         with writing(self.folder / tensor.shard, self._needed):
             step()
-            write_all(self._fds[tensor.shard], memoryview(np.ascontiguousarray(data)).cast("B"), tensor.offset + offset)
+            write_all(
+                self._fds[tensor.shard],
+                memoryview(np.ascontiguousarray(data)).cast("B"),
+                tensor.offset + offset,
+            )
 
     def write_rect(self, tensor: OutTensor, row: int, col: int, block: NDArray) -> None:
         """Write a rectangle of a 2-D tensor whose first element is (row, col)."""

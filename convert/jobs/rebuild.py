@@ -70,18 +70,40 @@ def record(job: LayerJob, checkpoint: Checkpoint, strict_hash: str | None) -> La
     """Make a layer's record: rebuild every small tensor and keep the ones that differ."""
     layer, plan = job.layer, job.plan
     codes_info = layer.tensors[layer.module.grid(layer.scheme.bits).suffix]
-    codes = KeptTensor(codes_info.name.rpartition(".")[2], codes_info.dtype, codes_info.shape, strict_hash or "", None)
+    codes = KeptTensor(
+        codes_info.name.rpartition(".")[2], codes_info.dtype, codes_info.shape, strict_hash or "", None
+    )
     folded = plan.rows == "sorted" and not plan.scheme.act_order
     group = pack_array(job.source_params.group) if job.source_params.group is not None else None
     kept = plan.action == "pack" and _scales_kept(job)
     rows = "sorted" if folded else "natural"
-    made = LayerRecord(layer.name, layer.layout, layer.scheme, layer.zeros.kind, rows, plan.cols_from, plan.halves, group, codes, (), kept)
+    made = LayerRecord(
+        layer.name,
+        layer.layout,
+        layer.scheme,
+        layer.zeros.kind,
+        rows,
+        plan.cols_from,
+        plan.halves,
+        group,
+        codes,
+        (),
+        kept,
+    )
     if not kept:
         return made
-    order = orders.sorting(job.source_params.group) if folded and job.source_params.group is not None else None
+    order = (
+        orders.sorting(job.source_params.group) if folded and job.source_params.group is not None else None
+    )
     cols = _columns_of(job)
     rebuilt = rebuild_small(made, job.params, plan.scheme, order, cols)
-    return replace(made, small=tuple(_kept(s, t.dtype, checkpoint.read(t.name), rebuilt.get(s)) for s, t in sorted(layer.small().items())))
+    return replace(
+        made,
+        small=tuple(
+            _kept(s, t.dtype, checkpoint.read(t.name), rebuilt.get(s))
+            for s, t in sorted(layer.small().items())
+        ),
+    )
 
 
 def _scales_kept(job: LayerJob) -> bool:
@@ -98,12 +120,23 @@ def _columns_of(job: LayerJob) -> NDArray[np.int32] | None:
 
 def _kept(suffix: str, tag: str, real: NDArray, made: NDArray | None) -> KeptTensor:
     raw = np.ascontiguousarray(real).tobytes()
-    equal = made is not None and made.dtype == real.dtype and made.shape == real.shape and np.ascontiguousarray(made).tobytes() == raw
+    equal = (
+        made is not None
+        and made.dtype == real.dtype
+        and made.shape == real.shape
+        and np.ascontiguousarray(made).tobytes() == raw
+    )
     data = None if equal else base64.b64encode(zlib.compress(raw, 6)).decode()
     return KeptTensor(suffix, tag, tuple(real.shape), hashlib.sha256(raw).hexdigest(), data)
 
 
-def rebuild_small(rec: LayerRecord, params: GroupParams, scheme: QuantScheme, order: NDArray[np.int32] | None, cols: NDArray[np.int32] | None) -> dict[str, NDArray]:
+def rebuild_small(
+    rec: LayerRecord,
+    params: GroupParams,
+    scheme: QuantScheme,
+    order: NDArray[np.int32] | None,
+    cols: NDArray[np.int32] | None,
+) -> dict[str, NDArray]:
     """Make the source's small tensors from the artifact's parameters (natural order).
 
     order  sorting that a fold applied to the rows, or None
@@ -116,9 +149,13 @@ def rebuild_small(rec: LayerRecord, params: GroupParams, scheme: QuantScheme, or
     natural = GroupParams(back.scales, back.zeros, group)
     if rec.layout == "gptq":
         kind = rec.zero_kind if rec.zero_kind in ("v1", "v1-nibble", "v2") else None
-        made: dict[str, NDArray] = layout.encode_params(natural, replace(rec.scheme, act_order=group is not None), kind)
+        made: dict[str, NDArray] = layout.encode_params(
+            natural, replace(rec.scheme, act_order=group is not None), kind
+        )
         return made
-    plain: dict[str, NDArray] = layout.encode_params(natural, replace(rec.scheme, act_order=group is not None and rec.layout == "marlin"))
+    plain: dict[str, NDArray] = layout.encode_params(
+        natural, replace(rec.scheme, act_order=group is not None and rec.layout == "marlin")
+    )
     return plain
 
 
@@ -142,9 +179,17 @@ def unpack_bytes(text: str, size: int, where: str) -> bytes:
         unfold = zlib.decompressobj()
         data = unfold.decompress(raw, size + 1)
     except (ValueError, zlib.error) as err:
-        raise SourceError("the manifest holds data that does not unfold", code="manifest", where=where) from err
+        raise SourceError(
+            "the manifest holds data that does not unfold", code="manifest", where=where
+        ) from err
     if len(data) != size or size > MAX_INLINE:
-        raise SourceError("the manifest holds data of the wrong size", code="manifest", where=where, expected=f"{size} bytes", found=f"{len(data)} bytes")
+        raise SourceError(
+            "the manifest holds data of the wrong size",
+            code="manifest",
+            where=where,
+            expected=f"{size} bytes",
+            found=f"{len(data)} bytes",
+        )
     return data
 
 
@@ -171,10 +216,17 @@ def record_from(value: Mapping[str, Any]) -> LayerRecord:
     try:
         return from_plain(LayerRecord, value)
     except (ValueError, TypeError) as err:
-        raise SourceError("the manifest does not say how to unpack a layer", code="manifest", where="w4pack.json", found=str(err)) from err
+        raise SourceError(
+            "the manifest does not say how to unpack a layer",
+            code="manifest",
+            where="w4pack.json",
+            found=str(err),
+        ) from err
 
 
-def source_columns(rec: LayerRecord, order: NDArray[np.int32] | None, stored: int) -> NDArray[np.int32] | None:
+def source_columns(
+    rec: LayerRecord, order: NDArray[np.int32] | None, stored: int
+) -> NDArray[np.int32] | None:
     """Return the artifact column of each source column, or None: in order."""
     cols = column_map(order, rec.halves, rec.scheme.out_features, stored)
     return None if cols is None else inverse(cols, rec.scheme.out_features)

@@ -55,7 +55,13 @@ def config_bytes(config: Mapping[str, Any]) -> bytes:
     return json.dumps(config, indent=2, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
-def write_rest(out: Path, plan: Plan, source_config: Mapping[str, Any], manifest_value: Mapping[str, Any], card: str | None) -> None:
+def write_rest(
+    out: Path,
+    plan: Plan,
+    source_config: Mapping[str, Any],
+    manifest_value: Mapping[str, Any],
+    card: str | None,
+) -> None:
     """Write index, second settings file, card, manifest and, last, config.json."""
     shards = plan.shards()
     if len(shards) > 1:

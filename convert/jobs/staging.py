@@ -49,7 +49,11 @@ def output_error(err: OSError, path: Path, needed: int | None = None) -> OutputE
             found=found,
             hint="free some space, then run the same command with `--resume`",
         )
-    return OutputError(f"cannot write the output: {os.strerror(err.errno or 0).lower()}", code="cannot-write", where=str(path))
+    return OutputError(
+        f"cannot write the output: {os.strerror(err.errno or 0).lower()}",
+        code="cannot-write",
+        where=str(path),
+    )
 
 
 def existing_parent(path: Path) -> Path:
@@ -139,7 +143,10 @@ class Staging:
             os.close(self._lock)
             self._lock = None
             raise OutputError(
-                "another process is writing this output", code="locked", where=str(self.root), hint="wait for it to end, or choose another OUT"
+                "another process is writing this output",
+                code="locked",
+                where=str(self.root),
+                hint="wait for it to end, or choose another OUT",
             ) from None
 
     def _empty(self) -> None:
@@ -185,7 +192,13 @@ def check_free(out: Path, *, overwrite: bool) -> None:
     if not out.exists():
         return
     if not out.is_dir():
-        raise OutputError("OUT is a file", code="output-exists", where=str(out), expected="a new or an empty folder", found="a file")
+        raise OutputError(
+            "OUT is a file",
+            code="output-exists",
+            where=str(out),
+            expected="a new or an empty folder",
+            found="a file",
+        )
     if any(out.iterdir()) and not overwrite:
         raise OutputError(
             "OUT is not empty",
@@ -201,6 +214,10 @@ def check_apart(source: Path, out: Path) -> None:
     """Raise OutputError if OUT lies in SRC, is SRC, or holds SRC: the source is never written."""
     src, dst = source.resolve(), out.resolve()
     if src == dst or src in dst.parents or dst in src.parents:
-        raise OutputError("OUT and SRC overlap", code="output-in-source", where=str(out), expected="a folder apart from the source", found=f"source {source}")
-
-
+        raise OutputError(
+            "OUT and SRC overlap",
+            code="output-in-source",
+            where=str(out),
+            expected="a folder apart from the source",
+            found=f"source {source}",
+        )

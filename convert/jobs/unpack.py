@@ -24,7 +24,15 @@ from w4pack.convert.jobs.codes import CodeMap, CodeReader, blocks
 from w4pack.convert.jobs.conversion import Running, run_plan, source_files
 from w4pack.convert.jobs.layerjob import column_map, source_params, stored_place
 from w4pack.convert.jobs.outfiles import OutFiles
-from w4pack.convert.jobs.rebuild import LayerRecord, inverse, kept_array, rebuild_small, record_from, source_columns, unpack_array
+from w4pack.convert.jobs.rebuild import (
+    LayerRecord,
+    inverse,
+    kept_array,
+    rebuild_small,
+    record_from,
+    source_columns,
+    unpack_array,
+)
 from w4pack.convert.jobs.staging import write_file
 from w4pack.convert.planning.options import DEFAULT_SHARD
 from w4pack.convert.planning.plan import Op, OutTensor, Plan
@@ -55,7 +63,12 @@ class Unpacking:
             self.dropped: list[Mapping[str, Any]] = [dict(item) for item in record["dropped"]]
             self.configs: Mapping[str, str] = dict(record["configs"])
         except (KeyError, TypeError, AttributeError, ValueError) as err:
-            raise SourceError("the manifest does not say how to unpack", code="manifest", where=manifest.NAME, found=repr(err)) from err
+            raise SourceError(
+                "the manifest does not say how to unpack",
+                code="manifest",
+                where=manifest.NAME,
+                found=repr(err),
+            ) from err
         self.by_source = {rec.name: rec for rec in self.layers.values()}
         self._refuse_lossy(value)
 
@@ -99,7 +112,9 @@ def unpack_plan(unpacking: Unpacking) -> Plan:
         groups.update({f"{rec.name}.{k.suffix}": rec.name for k in kept} | {f"{rec.name}.bias": rec.name})
         ops.append(Op("layer", name, tuple(f"{rec.name}.{k.suffix}" for k in kept)))
     shards = tensorfile.plan_shards(tensors, DEFAULT_SHARD, groups)
-    placed = tuple(OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors)
+    placed = tuple(
+        OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors
+    )
     checkpoint = unpacking.source.checkpoint
     return Plan(
         version=__version__, target=TARGET, options={}, origin=None, files=source_files(checkpoint, strict=False), layers=(), dense=(), dropped=(),
@@ -163,7 +178,14 @@ class UnpackRecipe:
         wanted = {k.suffix for k in rec.small}
         return {s: a for s, a in small.items() if s in wanted}, self._codes(rec, layer, order, cols, small)
 
-    def _codes(self, rec: LayerRecord, layer: SourceLayer, order: NDArray[np.int32] | None, cols: NDArray[np.int32] | None, small: Mapping[str, NDArray]) -> CodeMap:
+    def _codes(
+        self,
+        rec: LayerRecord,
+        layer: SourceLayer,
+        order: NDArray[np.int32] | None,
+        cols: NDArray[np.int32] | None,
+        small: Mapping[str, NDArray],
+    ) -> CodeMap:
         out = replace(rec.scheme, act_order=False)
         rows = inverse(order, out.in_features) if order is not None else None
         reader = CodeReader(self.checkpoint, layer, stored_place(self.checkpoint, layer))
@@ -196,14 +218,25 @@ def prove(unpacking: Unpacking, recipe: UnpackRecipe, folder: Path, hashes: Mapp
 
 def _same(name: str, wanted: str, found: str) -> None:
     if wanted != found:
-        raise VerifyError("an unpacked tensor is not the source's", code="hash", where=name, expected=wanted, found=found)
+        raise VerifyError(
+            "an unpacked tensor is not the source's", code="hash", where=name, expected=wanted, found=found
+        )
 
 
 def _prove_codes(code_map: CodeMap, rec: LayerRecord, written: Checkpoint) -> None:
     suffixes = {k.suffix: written.tensors[f"{rec.name}.{k.suffix}"] for k in (rec.codes, *rec.small)}
     layer = SourceLayer(rec.name, rec.layout, code_map.out, _no_zeros(), orders.NO_ORDER, suffixes, None)
-    back = CodeMap(CodeReader(written, layer, _sorted_place(rec, written)), code_map.out, None, None, code_map.zeros, None)
-    for block in blocks(code_map, layer.module.grid(rec.scheme.bits), rec.scheme.in_features, rec.scheme.out_features):
+    back = CodeMap(
+        CodeReader(written, layer, _sorted_place(rec, written)),
+        code_map.out,
+        None,
+        None,
+        code_map.zeros,
+        None,
+    )
+    for block in blocks(
+        code_map, layer.module.grid(rec.scheme.bits), rec.scheme.in_features, rec.scheme.out_features
+    ):
         if not np.array_equal(code_map.words(block), back.words(block)):
             raise VerifyError("unpacked codes differ from the artifact's", code="codes", where=rec.name)
 
@@ -235,7 +268,10 @@ def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: 
             if name != "config.json":
                 write_file(folder / _plain(name), text.encode("utf-8", "surrogateescape"))
         _copy_side_files(source.checkpoint, folder, set(unpacking.configs))
-        write_file(folder / "config.json", unpacking.configs.get("config.json", "{}\n").encode("utf-8", "surrogateescape"))
+        write_file(
+            folder / "config.json",
+            unpacking.configs.get("config.json", "{}\n").encode("utf-8", "surrogateescape"),
+        )
         prove(unpacking, recipe, folder, written.hashes)
 
     run_plan(plan, recipe, out, running, write_rest)
@@ -245,7 +281,9 @@ def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: 
 def _plain(name: str) -> str:
     """Refuse a settings file name that is not a plain file name: the manifest may be hostile."""
     if "/" in name or name in ("", ".", "..") or "\0" in name:
-        raise SourceError("the manifest names a file outside the folder", code="manifest", where=manifest.NAME, found=name)
+        raise SourceError(
+            "the manifest names a file outside the folder", code="manifest", where=manifest.NAME, found=name
+        )
     return name
 
 
@@ -253,6 +291,6 @@ def _copy_side_files(checkpoint: Checkpoint, folder: Path, configs: set[str]) ->
     for name in checkpoint.side_files:
         if name in (manifest.NAME, sidefiles.CARD) or name in configs:
             continue
-        sidefiles.copy_file(checkpoint, name, folder / (sidefiles.CARD if name == sidefiles.SOURCE_CARD else name))
-
-
+        sidefiles.copy_file(
+            checkpoint, name, folder / (sidefiles.CARD if name == sidefiles.SOURCE_CARD else name)
+        )

@@ -20,7 +20,15 @@ from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.jobs import work
 from w4pack.convert.jobs.codes import Block, CodeMap, CodeReader, blocks
-from w4pack.convert.jobs.layerjob import LayerJob, column_map, fold_order, group_map, job_of, source_params, stored_place
+from w4pack.convert.jobs.layerjob import (
+    LayerJob,
+    column_map,
+    fold_order,
+    group_map,
+    job_of,
+    source_params,
+    stored_place,
+)
 from w4pack.convert.planning.decide import DensePlan
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan, make_plan
@@ -61,8 +69,16 @@ class Proof:
 def check_output(checkpoint: Checkpoint, value: Mapping[str, Any], threads: int) -> list[Failure]:
     """Compare an output's tensors with its manifest: presence, dtype, shape, hash; and look for NaN and infinity."""
     wanted: Mapping[str, Mapping[str, Any]] = value["tensors"]
-    failures = [Failure(n, "extra", "no such tensor", "a tensor the manifest does not name") for n in checkpoint.tensors if n not in wanted]
-    failures += [Failure(n, "missing", f"{wanted[n]['dtype']} {wanted[n]['shape']}", "nothing") for n in wanted if n not in checkpoint.tensors]
+    failures = [
+        Failure(n, "extra", "no such tensor", "a tensor the manifest does not name")
+        for n in checkpoint.tensors
+        if n not in wanted
+    ]
+    failures += [
+        Failure(n, "missing", f"{wanted[n]['dtype']} {wanted[n]['shape']}", "nothing")
+        for n in wanted
+        if n not in checkpoint.tensors
+    ]
     present = [n for n in wanted if n in checkpoint.tensors]
     with ThreadPoolExecutor(threads) as pool:
         for found in pool.map(lambda n: _check_tensor(checkpoint, checkpoint.tensors[n], wanted[n]), present):
@@ -74,7 +90,11 @@ def _check_tensor(checkpoint: Checkpoint, info: TensorInfo, wanted: Mapping[str,
     import hashlib
 
     if info.dtype != wanted["dtype"] or list(info.shape) != wanted["shape"]:
-        return [Failure(info.name, "shape", f"{wanted['dtype']} {wanted['shape']}", f"{info.dtype} {list(info.shape)}")]
+        return [
+            Failure(
+                info.name, "shape", f"{wanted['dtype']} {wanted['shape']}", f"{info.dtype} {list(info.shape)}"
+            )
+        ]
     sha, bad, first = hashlib.sha256(), 0, None
     for offset, data in _chunks(checkpoint, info):
         sha.update(data)
@@ -88,7 +108,9 @@ def _check_tensor(checkpoint: Checkpoint, info: TensorInfo, wanted: Mapping[str,
         failures.append(Failure(info.name, "hash", wanted["sha256"], sha.hexdigest()))
     if bad:
         index = [int(i) for i in np.unravel_index(first or 0, info.shape)] if info.shape else []
-        failures.append(Failure(info.name, "nonfinite", "finite values", f"{bad} not finite, the first at {index}"))
+        failures.append(
+            Failure(info.name, "nonfinite", "finite values", f"{bad} not finite, the first at {index}")
+        )
     return failures
 
 
@@ -127,18 +149,33 @@ class Comparison:
             for found in pool.map(one, self.plan.ops):
                 failures += found
         planned = {t.name for t in self.plan.tensors}
-        failures += [Failure(n, "extra", "no such tensor", "a tensor that the source does not give") for n in self.output.checkpoint.tensors if n not in planned]
+        failures += [
+            Failure(n, "extra", "no such tensor", "a tensor that the source does not give")
+            for n in self.output.checkpoint.tensors
+            if n not in planned
+        ]
         return sum(len(op.outputs) for op in self.plan.ops), failures
 
     def _dense(self, plan: DensePlan) -> list[Failure]:
         ours, theirs = self.output.checkpoint, self.source.checkpoint
         info, made = theirs.tensors[plan.source], ours.tensors[plan.name]
         if made.dtype != info.dtype or made.shape != plan.shape:
-            return [Failure(plan.name, "shape", f"{info.dtype} {list(plan.shape)}", f"{made.dtype} {list(made.shape)}")]
+            return [
+                Failure(
+                    plan.name, "shape", f"{info.dtype} {list(plan.shape)}", f"{made.dtype} {list(made.shape)}"
+                )
+            ]
         if plan.is_copy and plan.shape == info.shape:
             for (offset, a), (_, b) in zip(_chunks(theirs, info), _chunks(ours, made), strict=True):
                 if not np.array_equal(a, b):
-                    return [Failure(plan.name, "bytes", f"the bytes of {plan.source}", f"others from byte {offset + int(np.flatnonzero(a != b)[0])} on")]
+                    return [
+                        Failure(
+                            plan.name,
+                            "bytes",
+                            f"the bytes of {plan.source}",
+                            f"others from byte {offset + int(np.flatnonzero(a != b)[0])} on",
+                        )
+                    ]
             return []
         order = fold_order(theirs, self.layers, plan.rows_from)
         rows = column_map(order, plan.halves, info.shape[0], plan.shape[0])
@@ -161,7 +198,9 @@ class Comparison:
         name, out = f"{job.plan.name}.weight", self.output.checkpoint
         tag = out.tensors[name].dtype
         grid = formats.Grid("weight", tag, 1, 1, 1, 1, 1)
-        for block in blocks(job.codes, grid, job.codes.out.in_features, job.codes.out.out_features, work.DENSE_CODES):
+        for block in blocks(
+            job.codes, grid, job.codes.out.in_features, job.codes.out.out_features, work.DENSE_CODES
+        ):
             wanted = work.dense_block(job, block, tag)
             found = out.rect(name, slice(block.n0, block.n1), slice(block.k0, block.k1))
             failures = _same_bits(name, "weights", wanted, found)
@@ -182,11 +221,17 @@ def compare_packed(job: LayerJob, checkpoint: Checkpoint, layer: SourceLayer) ->
     """Compare one packed layer: scheme, scales, zero points, group map, then every code."""
     wanted, found = job.plan.scheme, layer.scheme
     same_groups = wanted.groups == found.groups
-    if (wanted.bits, wanted.in_features, wanted.out_features) != (found.bits, found.in_features, found.out_features) or not same_groups:
+    if (wanted.bits, wanted.in_features, wanted.out_features) != (
+        found.bits,
+        found.in_features,
+        found.out_features,
+    ) or not same_groups:
         return [Failure(layer.name, "scheme", wanted.label(), found.label())]
     params = source_params(checkpoint, layer)
     failures = _same_bits(f"{layer.name} scales", "scales", job.params.scales, params.scales)
-    failures += _same_bits(f"{layer.name} zeros", "zeros", _explicit(job.params, wanted), _explicit(params, found))
+    failures += _same_bits(
+        f"{layer.name} zeros", "zeros", _explicit(job.params, wanted), _explicit(params, found)
+    )
     if wanted.act_order:
         failures += _same_bits(f"{layer.name} group map", "order", job.params.group, params.group)
     elif group_map(checkpoint, layer) is not None:
@@ -205,7 +250,14 @@ def _same_codes(job: LayerJob, checkpoint: Checkpoint, layer: SourceLayer) -> li
             row, col = (int(i[0]) for i in np.nonzero(wanted != found))
             per = 32 // layer.scheme.bits
             count = int((wanted != found).sum())
-            return [Failure(f"{layer.name} codes", "codes", f"word {int(wanted[row, col]):#010x} at row {block.k0 + row * per}, column {block.n0 + col}", f"{int(found[row, col]):#010x}; {count} words differ in this block")]
+            return [
+                Failure(
+                    f"{layer.name} codes",
+                    "codes",
+                    f"word {int(wanted[row, col]):#010x} at row {block.k0 + row * per}, column {block.n0 + col}",
+                    f"{int(found[row, col]):#010x}; {count} words differ in this block",
+                )
+            ]
     return []
 
 
@@ -223,10 +275,19 @@ def _same_bits(name: str, kind: str, wanted: NDArray | None, found: NDArray | No
     if a.tobytes() == b.tobytes():
         return []
     width = a.dtype.itemsize
-    differ = np.flatnonzero((a.view(np.uint8).reshape(-1, width) != b.view(np.uint8).reshape(-1, width)).any(axis=1))
+    differ = np.flatnonzero(
+        (a.view(np.uint8).reshape(-1, width) != b.view(np.uint8).reshape(-1, width)).any(axis=1)
+    )
     first = int(differ[0])
     index = [int(i) for i in np.unravel_index(first, a.shape)]
-    return [Failure(name, kind, f"{a.reshape(-1)[first]} at {index}", f"{b.reshape(-1)[first]}; {differ.size} of {a.size} differ")]
+    return [
+        Failure(
+            name,
+            kind,
+            f"{a.reshape(-1)[first]} at {index}",
+            f"{b.reshape(-1)[first]}; {differ.size} of {a.size} differ",
+        )
+    ]
 
 
 def _shape(array: NDArray | None) -> str:
@@ -249,7 +310,14 @@ def measured_error(job: LayerJob, checkpoint: Checkpoint, layer: SourceLayer) ->
     return float(np.sqrt(lost / norm)) if norm else 0.0
 
 
-def verify_output(checkpoint: Checkpoint, value: Mapping[str, Any], source: Source | None, label: str, against: str | None, threads: int) -> Proof:
+def verify_output(
+    checkpoint: Checkpoint,
+    value: Mapping[str, Any],
+    source: Source | None,
+    label: str,
+    against: str | None,
+    threads: int,
+) -> Proof:
     """Verify an output of w4pack, and compare it with its source if one is given."""
     failures = check_output(checkpoint, value, threads)
     compared = 0
@@ -258,10 +326,19 @@ def verify_output(checkpoint: Checkpoint, value: Mapping[str, Any], source: Sour
         plan, _ = make_plan(source, options, None, ())
         output = read_source(checkpoint, DetectOptions())
         for problem in output.problems:
-            failures.append(Failure(problem.where or label, "unreadable", problem.expected or "", problem.found or problem.what))
+            failures.append(
+                Failure(
+                    problem.where or label,
+                    "unreadable",
+                    problem.expected or "",
+                    problem.found or problem.what,
+                )
+            )
         compared, more = Comparison(output, source, plan, value).run(threads)
         failures += more
-    return Proof(label, against, bool(value["lossless"]), len(value["tensors"]), compared, tuple(_once(failures)))
+    return Proof(
+        label, against, bool(value["lossless"]), len(value["tensors"]), compared, tuple(_once(failures))
+    )
 
 
 def _once(failures: list[Failure]) -> list[Failure]:
@@ -273,15 +350,35 @@ def _once(failures: list[Failure]) -> list[Failure]:
 
 def compare_plain(checkpoint: Checkpoint, source: Checkpoint, label: str, against: str) -> Proof:
     """Compare two checkpoints tensor by tensor, byte by byte: for what `unpack` gives back. Sharding may differ."""
-    failures = [Failure(n, "missing", "a tensor of the source", "nothing") for n in source.tensors if n not in checkpoint.tensors]
-    failures += [Failure(n, "extra", "no such tensor", "a tensor") for n in checkpoint.tensors if n not in source.tensors]
+    failures = [
+        Failure(n, "missing", "a tensor of the source", "nothing")
+        for n in source.tensors
+        if n not in checkpoint.tensors
+    ]
+    failures += [
+        Failure(n, "extra", "no such tensor", "a tensor")
+        for n in checkpoint.tensors
+        if n not in source.tensors
+    ]
     for name in sorted(set(source.tensors) & set(checkpoint.tensors)):
         a, b = source.tensors[name], checkpoint.tensors[name]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
-            failures.append(Failure(name, "shape", f"{a.dtype} {list(a.shape)}", f"{b.dtype} {list(b.shape)}"))
-        elif any(not np.array_equal(x, y) for (_, x), (_, y) in zip(_chunks(source, a), _chunks(checkpoint, b), strict=True)):
+            failures.append(
+                Failure(name, "shape", f"{a.dtype} {list(a.shape)}", f"{b.dtype} {list(b.shape)}")
+            )
+        elif any(
+            not np.array_equal(x, y)
+            for (_, x), (_, y) in zip(_chunks(source, a), _chunks(checkpoint, b), strict=True)
+        ):
             failures.append(Failure(name, "bytes", f"the bytes of {against}", "others"))
     for name in {**source.raw, **checkpoint.raw}:
         if source.raw.get(name) != checkpoint.raw.get(name):
             failures.append(Failure(name, "file", f"the file of {against}", "another, or none"))
-    return Proof(label, against, True, len(checkpoint.tensors), len(set(source.tensors) & set(checkpoint.tensors)), tuple(failures))
+    return Proof(
+        label,
+        against,
+        True,
+        len(checkpoint.tensors),
+        len(set(source.tensors) & set(checkpoint.tensors)),
+        tuple(failures),
+    )

@@ -10,24 +10,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from w4pack.convert import formats
+from w4pack.convert import dialects, formats
 from w4pack.convert.core import dtypes, families, params
 from w4pack.convert.core.facts import Warning_
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
-from w4pack.convert.errors import Refused, SourceError, W4PackError
+from w4pack.convert.errors import Refused, SourceError, W4PackError, name_some
+from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.options import ConvertOptions
-from w4pack.convert.planning.targets import TARGETS, Target, fitting_group
+from w4pack.convert.planning.targets import TARGETS, Target, common_group, fitting_group
 from w4pack.convert.source.detect import Source, SourceLayer
 
 Action = Literal["pack", "dense", "regroup"]
-PORTABLE_WAYS = "`--to marlin` keeps the order; `--regroup` re-quantizes just these layers and reports the error"
+PORTABLE_WAYS = (
+    "`--to marlin` keeps the order; `--regroup` re-quantizes just these layers and reports the error"
+)
 PAD_TILE = 128  # in_features per rank that every engine's kernels take
-PAD_KEYS = {
-    "mlp": ("intermediate_size",),
-    "expert": ("moe_intermediate_size", "intermediate_size"),
-    "shared_expert": ("shared_expert_intermediate_size", "intermediate_size", "moe_intermediate_size"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,21 @@ def decide(source: Source, options: ConvertOptions) -> Decisions:
             found=f"{len(source.dense)} plain tensors",
         )
     state = _start(source, options)
-    for step in (_scales, _biases, _heads, _orders, _pad_for_tp, _groups, _symmetry, _shapes, _equalise):
+    for step in (
+        _tied,
+        _carried,
+        _scales,
+        _biases,
+        _heads,
+        _orders,
+        _pad_for_tp,
+        _groups,
+        _symmetry,
+        _shapes,
+        _equalise,
+        _one_scheme,
+        _expressible,
+    ):
         step(state)
     if state.problems:
         raise Refused.together(state.problems)
@@ -141,15 +153,76 @@ def _start(source: Source, options: ConvertOptions) -> _State:
     layers = {layer.name: layer for layer in source.layers}
     action: Action = "dense" if target.layout is None else "pack"
     plans = {
-        name: LayerPlan(name, name, action, replace(layer.scheme, act_order=False)) for name, layer in layers.items()
+        name: LayerPlan(name, name, action, replace(layer.scheme, act_order=False))
+        for name, layer in layers.items()
     }
     dense = {t.name: DensePlan(t.name, t.name, t.shape) for t in source.dense}
     for layer in source.layers:
         if layer.bias is not None:
             dense[layer.bias.name] = DensePlan(layer.bias.name, layer.bias.name, layer.bias.shape)
-    weights = {t.name.removesuffix(".weight") for t in source.dense if t.name.endswith(".weight") and len(t.shape) == 2}
+    weights = {
+        t.name.removesuffix(".weight")
+        for t in source.dense
+        if t.name.endswith(".weight") and len(t.shape) == 2
+    }
     mlps = families.intermediate_sets({*layers, *weights})
     return _State(source, options, target, layers, plans, dense, mlps)
+
+
+# ---- what the user should know of the whole model --------------------------------------------------------------
+
+
+def _tied(state: _State) -> None:
+    """Say where a tied head is stored beside the embedding: twice the bytes, or a head that engines never read."""
+    config = state.source.config
+    if config.get("tie_word_embeddings") is not True or "lm_head.weight" not in state.dense:
+        return
+    infos = state.source.checkpoint.tensors
+    embedding = next((n for n in state.dense if n.endswith("embed_tokens.weight")), None)
+    if embedding is None:
+        return
+    if same_bytes(state.source.checkpoint, infos[embedding], infos["lm_head.weight"]):
+        found = f"tied, stored twice, {infos['lm_head.weight'].nbytes} bytes"
+        state.warnings.append(Warning_("tied-twice", "lm_head.weight", "stored once, as it is tied", found))
+    else:
+        state.warnings.append(
+            Warning_(
+                "tied-differs",
+                "lm_head.weight",
+                f"the values of {embedding}, as the config ties them",
+                "other values; both are kept, engines use the embedding and ignore this head",
+            )
+        )
+
+
+def same_bytes(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
+    """Compare two tensors byte by byte, a few MiB at a time."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    step = 4 << 20
+    for offset in range(0, one.nbytes, step):
+        a, b = bytearray(min(step, one.nbytes - offset)), bytearray(min(step, one.nbytes - offset))
+        checkpoint.read_into(one, offset, memoryview(a))
+        checkpoint.read_into(other, offset, memoryview(b))
+        if a != b:
+            return False
+    return True
+
+
+def _carried(state: _State) -> None:
+    """Say which settings only the source's own dialect can carry."""
+    claims = state.source.claims
+    if claims is None or claims.method == state.target.dialect:
+        return
+    for key, value in (claims.carried or {}).items():
+        state.warnings.append(
+            Warning_(
+                "setting-dropped",
+                f"{state.source.quant_file}: {key}",
+                f"a target that carries it ({claims.method})",
+                f"{str(value)[:80]}; dropped",
+            )
+        )
 
 
 # ---- scales: finite, and in a dtype that the target stores -----------------------------------------------------
@@ -167,12 +240,20 @@ def _scales(state: _State) -> None:
         if bad.any():
             first = [int(i) for i in next(zip(*bad.nonzero(), strict=True))]
             state.problems.append(
-                SourceError("a scale is not a finite number", code="nonfinite-scale", where=f"{info.name}{first}", expected="finite scales", found=f"{int(bad.sum())} of {values.size} not finite")
+                SourceError(
+                    "a scale is not a finite number",
+                    code="nonfinite-scale",
+                    where=f"{info.name}{first}",
+                    expected="finite scales",
+                    found=f"{int(bad.sum())} of {values.size} not finite",
+                )
             )
             continue
         try:
             tag = _stored_tag(values, info, state)
-            state.plans[name] = replace(state.plans[name], scheme=replace(state.plans[name].scheme, scale_dtype=tag))
+            state.plans[name] = replace(
+                state.plans[name], scheme=replace(state.plans[name].scheme, scale_dtype=tag)
+            )
         except W4PackError as err:
             state.problems.append(err)
 
@@ -207,7 +288,15 @@ def _biases(state: _State) -> None:
         expected = families.has_bias(state.source.config, name)
         if layer.bias is None:
             if expected:
-                state.problems.append(SourceError("a bias is missing", code="missing-tensor", where=f"{name}.bias", expected="a bias, as the model's architecture has one here", found="none"))
+                state.problems.append(
+                    SourceError(
+                        "a bias is missing",
+                        code="missing-tensor",
+                        where=f"{name}.bias",
+                        expected="a bias, as the model's architecture has one here",
+                        found="none",
+                    )
+                )
         elif expected is False:
             _extra_bias(name, layer.bias, state)
 
@@ -218,7 +307,14 @@ def _extra_bias(name: str, info: TensorInfo, state: _State) -> None:
         del state.dense[info.name]
     elif not state.target.extra_bias and state.target.layout is not None:
         state.problems.append(
-            Refused("the architecture has no bias here, so engines would not apply it", code="extra-bias", where=info.name, expected="no bias, or one of zeros", found="values that are not zero", hint="`--to marlin` keeps and applies it")
+            Refused(
+                "the architecture has no bias here, so engines would not apply it",
+                code="extra-bias",
+                where=info.name,
+                expected="no bias, or one of zeros",
+                found="values that are not zero",
+                hint="`--to marlin` keeps and applies it",
+            )
         )
 
 
@@ -235,21 +331,35 @@ def _orders(state: _State) -> None:
     for name, layer in state.layers.items():
         if layer.order.kind == "block":
             scheme = replace(state.plans[name].scheme, group_size=layer.order.block)
-            state.note(name, f"block-constant order dropped: groups of {layer.order.block} rows", scheme=scheme)
+            state.note(
+                name, f"block-constant order dropped: groups of {layer.order.block} rows", scheme=scheme
+            )
         elif layer.order.kind == "trivial" and _claims_order(name, state):
             state.note(name, "act-order label without act-order dropped")
-    ordered = [n for n, layer in state.layers.items() if layer.order.is_real and state.plans[n].action == "pack"]
+    ordered = [
+        n for n, layer in state.layers.items() if layer.order.is_real and state.plans[n].action == "pack"
+    ]
     folds = {mlp.down: mlp for mlp in state.mlps if mlp.down in ordered and _folds(mlp, state)}
     keep = state.target.order and not state.options.fold_act_order
     for name in ordered:
         if state.layers[name].order.kind == "uneven":
             _uneven(name, state)
         elif keep and not (name in folds and state.options.pad_for_tp):
-            state.note(name, "order kept as act_perm", rows="sorted", scheme=replace(state.plans[name].scheme, act_order=True))
+            state.note(
+                name,
+                "order kept as act_perm",
+                rows="sorted",
+                scheme=replace(state.plans[name].scheme, act_order=True),
+            )
         elif name in folds:
             _fold(folds[name], state)
         elif state.target.order:
-            state.note(name, "order kept as act_perm", rows="sorted", scheme=replace(state.plans[name].scheme, act_order=True))
+            state.note(
+                name,
+                "order kept as act_perm",
+                rows="sorted",
+                scheme=replace(state.plans[name].scheme, act_order=True),
+            )
         else:
             _unfoldable(name, state)
 
@@ -263,7 +373,8 @@ def _claims_order(name: str, state: _State) -> bool:
 def _folds(mlp: families.IntermediateSet, state: _State) -> bool:
     """Tell whether a down projection's order can move into its producers: sizes agree and every bias is there to move."""
     rows = state.layers[mlp.down].scheme.in_features * (2 if mlp.halved else 1)
-    return all(_out_features(p, state) == rows for p in mlp.producers)
+    between = families.between(state.source.checkpoint.tensors, mlp)
+    return not between and all(_out_features(p, state) == rows for p in mlp.producers)
 
 
 def _out_features(module: str, state: _State) -> int:
@@ -277,7 +388,9 @@ def _fold(mlp: families.IntermediateSet, state: _State) -> None:
     state.note(mlp.down, "order folded into its producers", rows="sorted")
     for producer in mlp.producers:
         if producer in state.plans:
-            state.note(producer, "columns follow the order of the down projection", cols_from=mlp.down, halves=halves)
+            state.note(
+                producer, "columns follow the order of the down projection", cols_from=mlp.down, halves=halves
+            )
         for tensor in (f"{producer}.weight", f"{producer}.bias"):
             if tensor in state.dense:
                 state.dense[tensor] = replace(state.dense[tensor], rows_from=mlp.down, halves=halves)
@@ -288,7 +401,14 @@ def _uneven(name: str, state: _State) -> None:
         _regroup(name, state)
         return
     state.problems.append(
-        Refused("the groups of a layer have different sizes", code="uneven-groups", where=f"{name}.g_idx", expected=f"{state.layers[name].scheme.group_size} rows in each group", found="other counts", hint="`--to dense` holds it, `--regroup` re-quantizes it and reports the error")
+        Refused(
+            "the groups of a layer have different sizes",
+            code="uneven-groups",
+            where=f"{name}.g_idx",
+            expected=f"{state.layers[name].scheme.group_size} rows in each group",
+            found="other counts",
+            hint="`--to dense` holds it, `--regroup` re-quantizes it and reports the error",
+        )
     )
 
 
@@ -297,12 +417,24 @@ def _unfoldable(name: str, state: _State) -> None:
         _regroup(name, state)
         return
     state.problems.append(
-        Refused(f"{state.target.name} cannot carry the act-order of a layer", code="act-order", where=name, expected="rows in natural order, or an order that folds into gate and up", found="a real permutation in g_idx", hint=PORTABLE_WAYS)
+        Refused(
+            f"{state.target.name} cannot carry the act-order of a layer",
+            code="act-order",
+            where=name,
+            expected="rows in natural order, or an order that folds into gate and up",
+            found="a real permutation in g_idx",
+            hint=PORTABLE_WAYS,
+        )
     )
 
 
 def _regroup(name: str, state: _State) -> None:
-    state.note(name, "re-quantized in natural row order", action="regroup", reason="its act-order fits no target of this kind")
+    state.note(
+        name,
+        "re-quantized in natural row order",
+        action="regroup",
+        reason="its act-order fits no target of this kind",
+    )
 
 
 # ---- padding the intermediate size for tensor parallelism -------------------------------------------------------------
@@ -313,14 +445,23 @@ def _pad_for_tp(state: _State) -> None:
     if ranks is None:
         return
     if not state.mlps:
-        state.problems.append(Refused("no MLP was found whose intermediate size could be padded", code="pad-for-tp", where="--pad-for-tp", expected="gate_proj, up_proj and down_proj (or w1, w3, w2)", found="none"))
+        state.problems.append(
+            Refused(
+                "no MLP was found whose intermediate size could be padded",
+                code="pad-for-tp",
+                where="--pad-for-tp",
+                expected="gate_proj, up_proj and down_proj (or w1, w3, w2)",
+                found="none",
+            )
+        )
         return
     by_key: dict[str, list[families.IntermediateSet]] = {}
     for mlp in state.mlps:
-        by_key.setdefault(_pad_key(mlp, state), []).append(mlp)
-    for key, mlps in by_key.items():
-        if key:
-            _pad_sets(key, mlps, ranks, state)
+        key = _pad_key(mlp, state)
+        if key is not None:
+            by_key.setdefault(key.path[0], []).append(mlp)
+    for name, mlps in by_key.items():
+        _pad_sets(name, mlps, ranks, state)
 
 
 def _in_features(module: str, state: _State) -> int:
@@ -329,13 +470,35 @@ def _in_features(module: str, state: _State) -> int:
     return state.dense[f"{module}.weight"].shape[1]
 
 
-def _pad_key(mlp: families.IntermediateSet, state: _State) -> str:
+def _pad_key(mlp: families.IntermediateSet, state: _State) -> families.SizeKey | None:
+    """Return the config key that holds this MLP's intermediate size; a problem if none does, or if padding is not exact."""
     size = _in_features(mlp.down, state)
-    for key in PAD_KEYS[mlp.kind]:
-        if state.source.config.get(key) == size:
-            return key
-    state.problems.append(Refused("no key of config.json holds this intermediate size", code="pad-for-tp", where=mlp.down, expected=f"{' or '.join(PAD_KEYS[mlp.kind])} equal to {size}", found=str({k: state.source.config.get(k) for k in PAD_KEYS[mlp.kind]})))
-    return ""
+    key = families.intermediate_size(state.source.config, mlp.kind)
+    between = families.between(state.source.checkpoint.tensors, mlp)
+    if key is None or key.value * key.times != size or len(key.path) != 1 or key.times != 1:
+        found = "no such key" if key is None else f"{'.'.join(key.path)} = {key.value}"
+        state.problems.append(
+            Refused(
+                "no key of config.json can be changed to a padded intermediate size",
+                code="pad-for-tp",
+                where=mlp.down,
+                expected=f"a key that holds {size}",
+                found=found,
+            )
+        )
+        return None
+    if between:
+        state.problems.append(
+            Refused(
+                "a tensor between the matrices of an MLP forbids padding",
+                code="pad-for-tp",
+                where=between[0],
+                expected="gate, up and down alone",
+                found="another reader of the intermediate activation",
+            )
+        )
+        return None
+    return key
 
 
 def _pad_sets(key: str, mlps: Sequence[families.IntermediateSet], ranks: int, state: _State) -> None:
@@ -351,18 +514,28 @@ def _pad_sets(key: str, mlps: Sequence[families.IntermediateSet], ranks: int, st
     for mlp in mlps:
         _pad_module(mlp.down, padded, None, state)
         for producer in mlp.producers:
-            _pad_module(producer, None, padded * (2 if mlp.halved else 1), state, halves=2 if mlp.halved else 1)
+            _pad_module(
+                producer, None, padded * (2 if mlp.halved else 1), state, halves=2 if mlp.halved else 1
+            )
 
 
-def _pad_module(module: str, in_features: int | None, out_features: int | None, state: _State, halves: int = 1) -> None:
+def _pad_module(
+    module: str, in_features: int | None, out_features: int | None, state: _State, halves: int = 1
+) -> None:
     if module in state.plans:
         scheme = state.plans[module].scheme
-        scheme = replace(scheme, in_features=in_features or scheme.in_features, out_features=out_features or scheme.out_features)
+        scheme = replace(
+            scheme,
+            in_features=in_features or scheme.in_features,
+            out_features=out_features or scheme.out_features,
+        )
         state.note(module, f"padded for TP {state.options.pad_for_tp}", scheme=scheme, halves=halves)
     weight, bias = f"{module}.weight", f"{module}.bias"
     if weight in state.dense:
         rows, cols = state.dense[weight].shape
-        state.dense[weight] = replace(state.dense[weight], shape=(out_features or rows, in_features or cols), halves=halves)
+        state.dense[weight] = replace(
+            state.dense[weight], shape=(out_features or rows, in_features or cols), halves=halves
+        )
     if bias in state.dense and out_features:
         state.dense[bias] = replace(state.dense[bias], shape=(out_features,), halves=halves)
 
@@ -378,7 +551,11 @@ def _groups(state: _State) -> None:
         if size is None:
             state.leave(name, _group_reason(plan, state.target))
         elif size != plan.scheme.group_size:
-            state.note(name, f"groups of {plan.scheme.group_size} split to {size}", scheme=replace(plan.scheme, group_size=size))
+            state.note(
+                name,
+                f"groups of {plan.scheme.group_size} split to {size}",
+                scheme=replace(plan.scheme, group_size=size),
+            )
 
 
 def _group_reason(plan: LayerPlan, target: Target) -> str:
@@ -403,13 +580,19 @@ def _one_symmetry(members: Sequence[str], state: _State) -> None:
     if asymmetric and state.options.widen:
         for name in members:
             if state.plans[name].scheme.bits == 4:
-                state.note(name, "widened to symmetric 8 bit", scheme=replace(state.plans[name].scheme, bits=8, sym=True))
+                state.note(
+                    name,
+                    "widened to symmetric 8 bit",
+                    scheme=replace(state.plans[name].scheme, bits=8, sym=True),
+                )
         return
     explicit = state.target.explicit_zero
     for name in members:
         scheme = state.plans[name].scheme
         if scheme.sym and (asymmetric or explicit):
-            state.note(name, "symmetric written with zero points at the midpoint", scheme=replace(scheme, sym=False))
+            state.note(
+                name, "symmetric written with zero points at the midpoint", scheme=replace(scheme, sym=False)
+            )
         elif state.layers[name].scheme.sym and _claims_asymmetric(name, state):
             state.note(name, "zero points all at the midpoint: written as symmetric")
 
@@ -435,11 +618,21 @@ def _shapes(state: _State) -> None:
         elif obstacle is None:
             continue
         elif obstacle.is_shape:
-            state.leave(name, f"{obstacle.rule}: {state.target.name} wants {obstacle.expected}, found {obstacle.found}")
+            state.leave(
+                name,
+                f"{obstacle.rule}: {state.target.name} wants {obstacle.expected}, found {obstacle.found}",
+            )
         else:
             ways = " or ".join(f"`--to {t}`" for t in obstacle.targets)
             state.problems.append(
-                Refused(f"{state.target.name} cannot hold a layer: {obstacle.rule}", code="target-cannot-carry", where=name, expected=obstacle.expected, found=obstacle.found, hint=f"{ways} can" if ways else None)
+                Refused(
+                    f"{state.target.name} cannot hold a layer: {obstacle.rule}",
+                    code="target-cannot-carry",
+                    where=name,
+                    expected=obstacle.expected,
+                    found=obstacle.found,
+                    hint=f"{ways} can" if ways else None,
+                )
             )
 
 
@@ -463,6 +656,59 @@ def _equalise(state: _State) -> None:
             for name in fused.members:
                 if name not in left:
                     state.leave(name, f"fused with {left[0]}, which stays in 16 bit")
+
+
+def _one_scheme(state: _State) -> None:
+    """Targets whose config has one group size for all: split every layer to a common one, which is exact."""
+    if not state.target.one_scheme:
+        return
+    packed = [p for p in state.packed() if p.action == "pack"]
+    size = common_group((p.scheme.in_features, p.scheme.group_size) for p in packed) if packed else None
+    if packed and (size is None or (state.target.groups is not None and size not in state.target.groups)):
+        kinds = sorted({p.scheme.label() for p in packed})
+        state.problems.append(
+            Refused(
+                f"{state.target.name} has one group size for the whole model",
+                code="mixed-groups",
+                where=packed[0].source,
+                expected="groups that can be split to one size",
+                found=name_some(kinds),
+                hint="`--to compressed-tensors` or `--to marlin` holds mixed schemes",
+            )
+        )
+        return
+    for plan in packed:
+        if size is not None and plan.scheme.group_size != size:
+            state.note(
+                plan.source,
+                f"groups of {plan.scheme.group_size} split to {size}",
+                scheme=replace(plan.scheme, group_size=size),
+            )
+
+
+def _expressible(state: _State) -> None:
+    """AWQ names what it leaves out by substrings: refuse a plain layer whose name is part of a quantized one's."""
+    if state.target.name != "awq" or state.problems:
+        return
+    packed = {p.source: p.scheme for p in state.packed()}
+    plain = [
+        n.removesuffix(".weight")
+        for n, d in state.dense.items()
+        if n.endswith(".weight") and len(d.shape) == 2
+    ]
+    model = dialects.TargetModel(packed, tuple(plain), {}, {}, "")
+    for name in dialects.get("awq").clashes(model):
+        if not families.is_router(name):
+            state.problems.append(
+                Refused(
+                    "an awq config cannot leave out this layer without leaving out another",
+                    code="name-clash",
+                    where=name,
+                    expected="a name that is part of no quantized layer's name",
+                    found="a list that engines match by substring",
+                    hint="`--to compressed-tensors` names layers exactly",
+                )
+            )
 
 
 def _refuse_if_nothing_packed(state: _State) -> None:
@@ -499,14 +745,28 @@ def _rename(state: _State) -> None:
         state.dense[tensor] = replace(dense, name=families.rename_experts(names, tensor))
     if renamed:
         example = next(p for p in state.plans.values() if p.name != p.source)
-        state.warnings.append(Warning_("expert-names", f"{renamed} expert layers, e.g. {example.source}", f"names that {names[0]} maps", f"others; written as {example.name}"))
+        state.warnings.append(
+            Warning_(
+                "expert-names",
+                f"{renamed} expert layers, e.g. {example.source}",
+                f"names that {names[0]} maps",
+                f"others; written as {example.name}",
+            )
+        )
 
 
 def _finish(state: _State) -> Decisions:
     lossless = state.target.layout is not None and all(p.action == "pack" for p in state.plans.values())
     rounded = [n for n, p in state.plans.items() if _rounded(n, p, state)]
     if rounded:
-        state.warnings.append(Warning_("scales-rounded", f"{len(rounded)} layers, e.g. {rounded[0]}", "scales kept bit for bit", "rounded, as `--round-scales` asks"))
+        state.warnings.append(
+            Warning_(
+                "scales-rounded",
+                f"{len(rounded)} layers, e.g. {rounded[0]}",
+                "scales kept bit for bit",
+                "rounded, as `--round-scales` asks",
+            )
+        )
     return Decisions(
         tuple(state.plans.values()),
         tuple(state.dense.values()),

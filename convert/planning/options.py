@@ -35,23 +35,53 @@ class ConvertOptions:
         if self.to not in TARGETS:
             raise UsageError("no such target", where="--to", expected=", ".join(TARGETS), found=self.to)
         if self.dtype is not None and self.to != "dense":
-            raise UsageError("`--dtype` is only for `--to dense`: other targets keep the scales as they are", where="--dtype", found=f"--to {self.to}")
+            raise UsageError(
+                "`--dtype` is only for `--to dense`: other targets keep the scales as they are",
+                where="--dtype",
+                found=f"--to {self.to}",
+            )
         if self.dtype is not None and self.dtype not in TAG_OF_NAME:
-            raise UsageError("no such dtype", where="--dtype", expected=", ".join(TAG_OF_NAME), found=self.dtype)
+            raise UsageError(
+                "no such dtype", where="--dtype", expected=", ".join(TAG_OF_NAME), found=self.dtype
+            )
         if self.max_shard_size < MIN_SHARD:
-            raise UsageError("shards would be too small", where="--max-shard-size", expected=f"at least {MIN_SHARD} bytes", found=str(self.max_shard_size))
+            raise UsageError(
+                "shards would be too small",
+                where="--max-shard-size",
+                expected=f"at least {MIN_SHARD} bytes",
+                found=str(self.max_shard_size),
+            )
         if self.pad_for_tp is not None and not 1 <= self.pad_for_tp <= 1024:
-            raise UsageError("no such number of ranks", where="--pad-for-tp", expected="1 to 1024", found=str(self.pad_for_tp))
+            raise UsageError(
+                "no such number of ranks",
+                where="--pad-for-tp",
+                expected="1 to 1024",
+                found=str(self.pad_for_tp),
+            )
         if self.zero_reading not in (None, *ZERO_READINGS):
-            raise UsageError("no such reading", where="--zero-reading", expected=", ".join(ZERO_READINGS), found=str(self.zero_reading))
+            raise UsageError(
+                "no such reading",
+                where="--zero-reading",
+                expected=", ".join(ZERO_READINGS),
+                found=str(self.zero_reading),
+            )
         if self.source_format not in (None, *SOURCE_FORMATS):
-            raise UsageError("no such source format", where="--source-format", expected=", ".join(SOURCE_FORMATS), found=str(self.source_format))
+            raise UsageError(
+                "no such source format",
+                where="--source-format",
+                expected=", ".join(SOURCE_FORMATS),
+                found=str(self.source_format),
+            )
 
     def chosen(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, and the target: what the manifest records."""
         defaults = ConvertOptions()
         values = asdict(self)
-        return {f.name: values[f.name] for f in fields(self) if f.name == "to" or values[f.name] != getattr(defaults, f.name)}
+        return {
+            f.name: values[f.name]
+            for f in fields(self)
+            if f.name == "to" or values[f.name] != getattr(defaults, f.name)
+        }
 
     @classmethod
     def from_chosen(cls, chosen: dict[str, Any]) -> "ConvertOptions":
@@ -59,7 +89,9 @@ class ConvertOptions:
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(chosen) - known)
         if unknown:
-            raise UsageError("the manifest names options that this version does not know", found=", ".join(unknown))
+            raise UsageError(
+                "the manifest names options that this version does not know", found=", ".join(unknown)
+            )
         values = dict(chosen)
         if "ignore_key" in values:
             values["ignore_key"] = tuple(values["ignore_key"])

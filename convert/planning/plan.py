@@ -24,7 +24,15 @@ from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import Source
 
 FORMAT_VERSION = 1
-EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embed_positions", "tok_embeddings")
+EMBEDDINGS = (
+    "embed_tokens",
+    "wte",
+    "wpe",
+    "embed_in",
+    "word_embeddings",
+    "embed_positions",
+    "tok_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +120,15 @@ class Plan:
         """Rebuild the shard files with their headers."""
         by_file: dict[str, list[TensorInfo]] = {}
         for t in self.tensors:
-            by_file.setdefault(t.shard, []).append(TensorInfo(t.name, t.dtype, t.shape, t.shard, t.offset, t.nbytes))
+            by_file.setdefault(t.shard, []).append(
+                TensorInfo(t.name, t.dtype, t.shape, t.shard, t.offset, t.nbytes)
+            )
         return [tensorfile.place(name, infos) for name, infos in by_file.items()]
 
 
-def layer_specs(plan: LayerPlan, target_layout: str | None, dense_tag: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def layer_specs(
+    plan: LayerPlan, target_layout: str | None, dense_tag: str
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return suffix -> (dtype, shape) of the tensors a layer becomes."""
     scheme = plan.scheme
     if plan.action == "dense" or target_layout is None:
@@ -125,7 +137,9 @@ def layer_specs(plan: LayerPlan, target_layout: str | None, dense_tag: str) -> d
     return specs
 
 
-def make_plan(source: Source, options: ConvertOptions, origin: Mapping[str, str] | None, files: tuple[SourceFile, ...]) -> tuple[Plan, tuple[Warning_, ...]]:
+def make_plan(
+    source: Source, options: ConvertOptions, origin: Mapping[str, str] | None, files: tuple[SourceFile, ...]
+) -> tuple[Plan, tuple[Warning_, ...]]:
     """Plan a conversion. Returns the plan and every warning. Raises the refusals, all of them at once."""
     options.check()
     decisions = decide(source, options)
@@ -141,13 +155,17 @@ def make_plan(source: Source, options: ConvertOptions, origin: Mapping[str, str]
         ops.append(Op(kind, dense.source, (dense.name,)))
     for layer in decisions.layers:
         names = []
-        for suffix, (dtype, shape) in layer_specs(layer, target.layout, dense_tag(source, layer, options)).items():
+        for suffix, (dtype, shape) in layer_specs(
+            layer, target.layout, dense_tag(source, layer, options)
+        ).items():
             names.append(f"{layer.name}.{suffix}")
             tensors.append(tensorfile.new_tensor(names[-1], dtype, shape))
         groups.update(dict.fromkeys([*names, f"{layer.name}.bias"], layer.name))
         ops.append(Op("layer", layer.source, tuple(names)))
     shards = tensorfile.plan_shards(tensors, options.max_shard_size, groups)
-    placed = [OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors]
+    placed = [
+        OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors
+    ]
     place_of = {t.name: (t.shard, t.offset) for t in placed}
     ops.sort(key=lambda op: min(place_of[name] for name in op.outputs))
     plan = Plan(
@@ -198,21 +216,29 @@ def stored_size(target_layout: str, scheme: QuantScheme) -> tuple[int, int]:
     return -(-scheme.in_features // 64) * 64, -(-scheme.out_features // 64) * 64
 
 
-def _quant_config(source: Source, layers: tuple[LayerPlan, ...], dense: tuple[DensePlan, ...], options: ConvertOptions) -> dict[str, Any] | None:
+def _quant_config(
+    source: Source, layers: tuple[LayerPlan, ...], dense: tuple[DensePlan, ...], options: ConvertOptions
+) -> dict[str, Any] | None:
     target = TARGETS[options.to]
     if target.layout is None or target.dialect is None:
         return None
     packed = {p.name: p.scheme for p in layers if p.action != "dense"}
     left = [p.name for p in layers if p.action == "dense"]
-    plain = [d.name.removesuffix(".weight") for d in dense if d.name.endswith(".weight") and len(d.shape) == 2]
+    plain = [
+        d.name.removesuffix(".weight") for d in dense if d.name.endswith(".weight") and len(d.shape) == 2
+    ]
     linears = [n for n in plain if n.rpartition(".")[2] not in EMBEDDINGS]
     stored = {n: stored_size(target.layout, s) for n, s in packed.items()}
-    padded = {n: size for n, size in stored.items() if size != (packed[n].in_features, packed[n].out_features)}
+    padded = {
+        n: size for n, size in stored.items() if size != (packed[n].in_features, packed[n].out_features)
+    }
     same = source.claims is not None and source.claims.method == target.dialect
     carried = (source.claims.carried or {}) if same and source.claims else {}
     model = dialects.TargetModel(packed, tuple(sorted({*left, *linears})), padded, carried, __version__)
     dialect = dialects.get(target.dialect)
-    block: dict[str, Any] = dialect.write_legacy_marlin(model) if target.layout == "marlin-legacy" else dialect.write(model)
+    block: dict[str, Any] = (
+        dialect.write_legacy_marlin(model) if target.layout == "marlin-legacy" else dialect.write(model)
+    )
     return block
 
 
@@ -237,16 +263,35 @@ def output_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 def planned_facts(source: Source, plan: Plan) -> ModelFacts:
     """Describe the output as if it lay in a folder: what engine rules are applied to before anything is written."""
     target = TARGETS[plan.target]
-    layers, dense = [], [DenseFacts(d.name, source.checkpoint.tensors[d.source].dtype, d.shape) for d in plan.dense]
+    layers, dense = (
+        [],
+        [DenseFacts(d.name, source.checkpoint.tensors[d.source].dtype, d.shape) for d in plan.dense],
+    )
     biases = {d.name for d in plan.dense if d.name.endswith(".bias")}
     for p in plan.layers:
         if p.action == "dense" or target.layout is None:
-            dense.append(DenseFacts(f"{p.name}.weight", p.scheme.scale_dtype, (p.scheme.out_features, p.scheme.in_features)))
+            dense.append(
+                DenseFacts(
+                    f"{p.name}.weight", p.scheme.scale_dtype, (p.scheme.out_features, p.scheme.in_features)
+                )
+            )
             continue
         s = p.scheme
         stored = stored_size(target.layout, s)
         layers.append(
-            LayerFacts(p.name, target.layout, s.bits, s.group_size, s.sym, "groups" if s.act_order else "none", s.in_features, s.out_features, *stored, s.scale_dtype, f"{p.name}.bias" in biases)
+            LayerFacts(
+                p.name,
+                target.layout,
+                s.bits,
+                s.group_size,
+                s.sym,
+                "groups" if s.act_order else "none",
+                s.in_features,
+                s.out_features,
+                *stored,
+                s.scale_dtype,
+                f"{p.name}.bias" in biases,
+            )
         )
     files = ("config.json", *sorted({t.shard for t in plan.tensors}))
     return ModelFacts(

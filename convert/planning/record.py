@@ -41,7 +41,9 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         return value
     if origin is not None and issubclass(origin, Mapping):
         inner = get_args(kind)[1]
-        return {key: _build(inner, item, f"{where}.{key}") for key, item in _expect(value, dict, where).items()}
+        return {
+            key: _build(inner, item, f"{where}.{key}") for key, item in _expect(value, dict, where).items()
+        }
     return _expect(value, kind, where)
 
 

@@ -25,7 +25,9 @@ def engine_answers(facts: ModelFacts) -> dict[str, list[int]]:
     return {engine: [tp for tp in TPS if rules.evaluate(facts, engine, tp).ok] for engine in ENGINES}
 
 
-def plan_event(plan: Plan, warnings: Sequence[Warning_], facts: ModelFacts, source: Source, memory: int) -> dict[str, Any]:
+def plan_event(
+    plan: Plan, warnings: Sequence[Warning_], facts: ModelFacts, source: Source, memory: int
+) -> dict[str, Any]:
     """Return the fields of the ``plan`` event: the whole plan and what was concluded from it."""
     left = {p.name: p.reason for p in plan.layers if p.action != "pack"}
     return {
@@ -41,8 +43,14 @@ def plan_event(plan: Plan, warnings: Sequence[Warning_], facts: ModelFacts, sour
         "shards": len({t.shard for t in plan.tensors}),
         "left_in_16_bit": left if TARGETS[plan.target].layout else {},
         "notes": notes(plan),
+        "left_out": [
+            {"name": n, "bytes": size, "reason": why} for n, size, why in source.checkpoint.left_out
+        ],
         "engines": engine_answers(facts),
-        "warnings": [{"code": w.code, "where": w.where, "expected": w.expected, "found": w.found, "text": w.text()} for w in warnings],
+        "warnings": [
+            {"code": w.code, "where": w.where, "expected": w.expected, "found": w.found, "text": w.text()}
+            for w in warnings
+        ],
         "plan": plan.to_json(),
     }
 
@@ -51,7 +59,10 @@ def source_line(source: Source) -> str:
     """Return the source in one line: format, schemes, act-order."""
     if not source.layers:
         return "no quantized layers"
-    kinds = Counter((layer.layout, layer.scheme.bits, layer.scheme.group_size, layer.scheme.sym) for layer in source.layers)
+    kinds = Counter(
+        (layer.layout, layer.scheme.bits, layer.scheme.group_size, layer.scheme.sym)
+        for layer in source.layers
+    )
     (layout, bits, group, sym), _ = kinds.most_common(1)[0]
     ordered = sum(layer.order.is_real for layer in source.layers)
     group_text = "per channel" if group == -1 else f"g{group}"
@@ -82,9 +93,16 @@ def text(event: Mapping[str, Any], plan: Plan, out: Path) -> str:
         f"as is     {len(plan.dense)} tensors outside the quantized linears",
         f"padded    {_padded(event, packed, plan)}",
     ]
-    lines += [f"{'layers' if i == 0 else '':<10}{count} x {note}" for i, (note, count) in enumerate(event["notes"].items())]
+    lines += [
+        f"{'layers' if i == 0 else '':<10}{count} x {note}"
+        for i, (note, count) in enumerate(event["notes"].items())
+    ]
     lines += _left(event["left_in_16_bit"])
     lines += [f"config    {key}: {value}" for key, value in plan.config_changes.items()]
+    lines += [
+        f"left out  {item['name']} ({size_text(item['bytes'])}): {item['reason']}"
+        for item in event["left_out"]
+    ]
     if target.note:
         lines.append(f"note      {target.note}")
     lines.append("engines   " + "   ".join(_engine(name, tps) for name, tps in event["engines"].items()))
@@ -107,11 +125,17 @@ def _signed(nbytes: int) -> str:
 
 def _lossless(plan: Plan) -> str:
     if plan.lossless:
-        return "yes: codes, zeros, scales and order are kept bit for bit (`w4pack verify --against` proves it)"
+        return (
+            "yes: codes, zeros, scales and order are kept bit for bit (`w4pack verify --against` proves it)"
+        )
     if plan.target == "dense":
         return "no: each weight is the exact product, rounded once"
     lossy = [p for p in plan.layers if p.action != "pack"]
-    return f"no: {len(lossy)} layers are not kept bit for bit, the others are" if lossy else "no: scales are rounded"
+    return (
+        f"no: {len(lossy)} layers are not kept bit for bit, the others are"
+        if lossy
+        else "no: scales are rounded"
+    )
 
 
 def _padded(event: Mapping[str, Any], packed: Iterable[Any], plan: Plan) -> str:
@@ -120,15 +144,24 @@ def _padded(event: Mapping[str, Any], packed: Iterable[Any], plan: Plan) -> str:
     layout = TARGETS[plan.target].layout
     if layout is None:
         return "none"
-    names = [p.name for p in packed if stored_size(layout, p.scheme) != (p.scheme.in_features, p.scheme.out_features)]
-    return f"{len(names)} layers to multiples of 64, with zero weights: {name_some(names)}" if names else "none"
+    names = [
+        p.name
+        for p in packed
+        if stored_size(layout, p.scheme) != (p.scheme.in_features, p.scheme.out_features)
+    ]
+    return (
+        f"{len(names)} layers to multiples of 64, with zero weights: {name_some(names)}" if names else "none"
+    )
 
 
 def _left(left: Mapping[str, str | None]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for name, reason in left.items():
         reasons.setdefault(reason or "", []).append(name)
-    return [f"{'not kept' if i == 0 else '':<10}{name_some(names)}: {reason}" for i, (reason, names) in enumerate(reasons.items())]
+    return [
+        f"{'not kept' if i == 0 else '':<10}{name_some(names)}: {reason}"
+        for i, (reason, names) in enumerate(reasons.items())
+    ]
 
 
 def _engine(name: str, tps: Sequence[int]) -> str:

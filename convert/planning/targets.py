@@ -1,5 +1,6 @@
 """What each target can hold: one row per ``--to`` value. Adding a target is a row here, a layout and a dialect."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from w4pack.convert.core.scheme import ONE_GROUP
@@ -22,6 +23,7 @@ class Target:
     uniform_sym   symmetry must be the same for: ``fused`` sets, or the whole ``model``
     head          a quantized lm_head can be expressed
     explicit_zero zero points are always written, the midpoint for symmetric layers
+    one_scheme    every layer must have the same bits and group size
     scale_dtypes  what scales may be stored as; other dtypes are converted where exact
     note          a line for the plan, or None
     """
@@ -37,6 +39,7 @@ class Target:
     uniform_sym: str = "fused"
     head: bool = True
     explicit_zero: bool = False
+    one_scheme: bool = False
     scale_dtypes: tuple[str, ...] = ("F16", "BF16")
     note: str | None = None
 
@@ -48,11 +51,11 @@ TARGETS: dict[str, Target] = {
             "marlin", "marlin", "w4pack", KERNEL_GROUPS, ragged=True, order=True, pads=True, extra_bias=True
         ),
         Target(
-            "marlin-legacy", "marlin-legacy", "gptq", (ONE_GROUP, 128), head=False, scale_dtypes=("F16",),
+            "marlin-legacy", "marlin-legacy", "gptq", (ONE_GROUP, 128), head=False, one_scheme=True, scale_dtypes=("F16",),
             note="current engines no longer load `B` / `s` tensors; auto-gptq 0.6 to 0.7.1 and older vLLM releases do",
         ),
         Target("gptq", "gptq", "gptq", uniform_sym="model"),
-        Target("awq", "awq", "awq", head=False, explicit_zero=True),
+        Target("awq", "awq", "awq", head=False, explicit_zero=True, one_scheme=True),
         Target("compressed-tensors", "compressed-tensors", "compressed-tensors"),
         Target("dense", None, None, scale_dtypes=("F16", "BF16", "F32")),
     )
@@ -72,3 +75,18 @@ def fitting_group(target: Target, group_size: int, in_features: int) -> int | No
             if target.groups is None or size in target.groups:
                 return size
     return group_size if whole and target.groups is None else None
+
+
+def common_group(schemes: Iterable[tuple[int, int]]) -> int | None:
+    """Return the largest group size that all of the (in_features, group_size) pairs can be split to, or None."""
+    pairs = set(schemes)
+    sizes = {size for _, size in pairs}
+    if len(sizes) == 1:
+        return sizes.pop()
+    candidates = sorted({size for size in sizes if size != ONE_GROUP} | set(SPLITS), reverse=True)
+    return next((c for c in candidates if all(_splits_to(rows, size, c) for rows, size in pairs)), None)
+
+
+def _splits_to(in_features: int, group_size: int, wanted: int) -> bool:
+    whole = in_features if group_size == ONE_GROUP else group_size
+    return whole % wanted == 0 and in_features % wanted == 0

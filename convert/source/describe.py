@@ -28,7 +28,10 @@ def describe(facts: ModelFacts, path: str) -> dict[str, Any]:
         "layers": layers,
         "other": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in facts.dense],
         "tied": tied(facts),
-        "warnings": [{"code": w.code, "where": w.where, "expected": w.expected, "found": w.found} for w in facts.warnings],
+        "warnings": [
+            {"code": w.code, "where": w.where, "expected": w.expected, "found": w.found}
+            for w in facts.warnings
+        ],
     }
 
 
@@ -76,7 +79,9 @@ def _layer_bits(layer: LayerFacts) -> int:
     groups = 1 if layer.group_size == -1 else -(-layer.in_features // layer.group_size)
     per_scale = 32 if layer.scale_dtype == "F32" else 16
     zero = 0 if layer.sym else layer.bits
-    return layer.in_features * layer.out_features * layer.bits + groups * layer.out_features * (per_scale + zero)
+    return layer.in_features * layer.out_features * layer.bits + groups * layer.out_features * (
+        per_scale + zero
+    )
 
 
 def tied(facts: ModelFacts) -> list[str]:
@@ -90,22 +95,38 @@ def text(value: Mapping[str, Any]) -> str:
     """Return the human form of ``describe``'s object."""
     layers = value["layers"]
     kinds = Counter(_kind(layer) for layer in layers)
-    lines = [f"path      {value['path']}", f"format    {FORMATS.get(value['format'], ('', 'plain tensors'))[1]}"]
-    lines.append(f"size      {size_text(value['bytes'])}, {value['parameters'] / 1e9:.3f} B parameters" + (f", {value['bits_per_weight']} bits per quantized weight" if layers else ""))
+    lines = [
+        f"path      {value['path']}",
+        f"format    {FORMATS.get(value['format'], ('', 'plain tensors'))[1]}",
+    ]
+    lines.append(
+        f"size      {size_text(value['bytes'])}, {value['parameters'] / 1e9:.3f} B parameters"
+        + (f", {value['bits_per_weight']} bits per quantized weight" if layers else "")
+    )
     for index, (kind, count) in enumerate(kinds.most_common()):
         lines.append(f"{'layers' if index == 0 else '':<10}{count} x {kind}")
     orders = Counter(layer["act_order"] for layer in layers)
     if layers:
         lines.append("order     " + ", ".join(f"{name} in {count}" for name, count in sorted(orders.items())))
         lines.append(f"max TP    {_tp_line(layers)}")
-        padded = [layer["name"] for layer in layers if (layer["stored_in"], layer["stored_out"]) != (layer["in_features"], layer["out_features"])]
+        padded = [
+            layer["name"]
+            for layer in layers
+            if (layer["stored_in"], layer["stored_out"]) != (layer["in_features"], layer["out_features"])
+        ]
         lines.append(f"padded    {len(padded)} layers" if padded else "padded    none")
     dtypes = Counter(item["dtype"] for item in value["other"])
-    lines.append("other     " + (", ".join(f"{count} tensors {dtype}" for dtype, count in dtypes.most_common()) or "none"))
+    lines.append(
+        "other     "
+        + (", ".join(f"{count} tensors {dtype}" for dtype, count in dtypes.most_common()) or "none")
+    )
     if value["tied"]:
         lines.append(f"tied      {', '.join(value['tied'])}")
     lines.append(f"evidence  {value['evidence']}: {size_text(value['bytes_read'])} read")
-    lines += [f"warning   {w['where']}: expected {w['expected']}, found {w['found']} [{w['code']}]" for w in value["warnings"]]
+    lines += [
+        f"warning   {w['where']}: expected {w['expected']}, found {w['found']} [{w['code']}]"
+        for w in value["warnings"]
+    ]
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ from w4pack.convert.core.families import natural_key
 from w4pack.convert.core.params import natural_group
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.dialects import Claims, ModuleClaim
+from w4pack.convert.dialects import gptq as gptq_dialect
 from w4pack.convert.dialects import w4pack as w4pack_dialect
 from w4pack.convert.dialects.others import other_method
 from w4pack.convert.errors import Refused, SourceError, W4PackError
@@ -29,9 +30,25 @@ from w4pack.convert.source import foreign, orders, zeros
 from w4pack.convert.source.orders import Order
 
 CODE_SUFFIXES = ("qweight", "B", "weight_packed")
+COMPANION_SUFFIXES = (
+    "qzeros",
+    "g_idx",
+    "weight_g_idx",
+    "weight_zero_point",
+    "weight_shape",
+)  # never without codes
 ORDER_SUFFIXES = ("g_idx", "weight_g_idx")
 ZERO_SUFFIXES = {"gptq": "qzeros", "compressed-tensors": "weight_zero_point", "marlin": "weight_zero_point"}
 PLAIN_ZERO_SUFFIX = "qzeros"
+# Layouts that files of a method may have, and the one that an AWQ version names.
+LABELLED = {
+    "gptq": ("gptq", "marlin-legacy"),
+    "awq": ("awq", "awq-gemv", "awq-gemv-fast", "awq-marlin"),
+    "auto-round": ("gptq", "awq", "compressed-tensors"),
+    "compressed-tensors": ("compressed-tensors",),
+    "w4pack": ("marlin",),
+}
+AWQ_LABELS = {"gemm": "awq", "gemv": "awq-gemv", "gemv_fast": "awq-gemv-fast", "llm_awq": "awq-gemv-fast"}
 NO_CLAIM = ModuleClaim()
 SAMPLE_ROWS = 1  # rows of a zero tensor that a sampled reading looks at
 
@@ -139,13 +156,30 @@ def quant_settings(checkpoint: Checkpoint, notes: _Notes) -> tuple[Mapping[str, 
         if isinstance(config.get(key), Mapping) and config[key]:
             found.append(("config.json", config[key]))
     found += [(name, settings) for name, settings in checkpoint.quant_files.items() if settings]
+    from_header = gptq_dialect.from_metadata(checkpoint.metadata) if not found else None
+    if from_header is not None:
+        found.append(("the safetensors metadata", from_header))
     if not found:
         return None, None
     first_file, first = found[0]
     for other_file, other in found[1:]:
-        for key in ("bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "zero_point", "version"):
+        for key in (
+            "bits",
+            "group_size",
+            "sym",
+            "desc_act",
+            "checkpoint_format",
+            "format",
+            "zero_point",
+            "version",
+        ):
             if key in first and key in other and first[key] != other[key]:
-                notes.warn("config-files-differ", f"{first_file} and {other_file}: {key}", repr(first[key]), repr(other[key]))
+                notes.warn(
+                    "config-files-differ",
+                    f"{first_file} and {other_file}: {key}",
+                    repr(first[key]),
+                    repr(other[key]),
+                )
     return first, first_file
 
 
@@ -159,7 +193,8 @@ def group_tensors(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Tens
 
 
 def _is_quantized(local: Mapping[str, TensorInfo]) -> bool:
-    if any(suffix in local for suffix in CODE_SUFFIXES):
+    """Tell whether a module has tensors of a quantized linear, be it only some of them."""
+    if any(suffix in local for suffix in (*CODE_SUFFIXES, *COMPANION_SUFFIXES)):
         return True
     return "weight" in local and local["weight"].dtype == "I32" and "weight_scale" in local
 
@@ -175,16 +210,24 @@ def _match(name: str, local: Mapping[str, TensorInfo], read: "_Reading") -> tupl
         err.where = f"{name}.{err.where}" if err.where else name
         raise
     if found is None:
-        raise foreign.unreadable(name, shapes)
+        raise foreign.codes_missing(name, shapes) or foreign.unreadable(name, shapes)
     layout, match = found
     if match.bits not in (4, 8):
-        raise Refused(f"a layer has {match.bits} bit codes; w4pack handles 4 and 8", code="bits", where=name, expected="4 or 8 bit", found=f"{match.bits} bit")
+        raise Refused(
+            f"a layer has {match.bits} bit codes; w4pack handles 4 and 8",
+            code="bits",
+            where=name,
+            expected="4 or 8 bit",
+            found=f"{match.bits} bit",
+        )
     if layout == "marlin":
         match = _without_padding(name, match, local, read)
     return layout, match
 
 
-def _without_padding(name: str, match: formats.Match, local: Mapping[str, TensorInfo], read: "_Reading") -> formats.Match:
+def _without_padding(
+    name: str, match: formats.Match, local: Mapping[str, TensorInfo], read: "_Reading"
+) -> formats.Match:
     """Replace an artifact's stored sizes by the real ones, which its config lists for padded layers."""
     sizes = w4pack_dialect.sizes(read.quant_config).get(name) if read.quant_config else None
     if sizes is None:
@@ -192,13 +235,21 @@ def _without_padding(name: str, match: formats.Match, local: Mapping[str, Tensor
     rows, cols = sizes[0], sizes[1]
     stored = (-(-rows // 64) * 64, -(-cols // 64) * 64)
     if stored[1] != match.out_features or ("act_perm" not in local and stored[0] != match.in_features):
-        raise SourceError("the config's sizes do not fit the packed tensor", code="shape-mismatch", where=name, expected=f"{rows} x {cols}, stored as {stored[0]} x {stored[1]}", found=f"{match.in_features} x {match.out_features}")
+        raise SourceError(
+            "the config's sizes do not fit the packed tensor",
+            code="shape-mismatch",
+            where=name,
+            expected=f"{rows} x {cols}, stored as {stored[0]} x {stored[1]}",
+            found=f"{match.in_features} x {match.out_features}",
+        )
     claimed = read.claim(name).group_size
     groups = 1 if not claimed or claimed == ONE_GROUP else -(-rows // claimed)
     return formats.Match(match.bits, rows, cols, groups)
 
 
-def _group_size(match: formats.Match, claim: ModuleClaim, group: NDArray[np.int32] | None, name: str, read: _Reading) -> int:
+def _group_size(
+    match: formats.Match, claim: ModuleClaim, group: NDArray[np.int32] | None, name: str, read: _Reading
+) -> int:
     """Find the group size that explains the number of groups; the config's if it does."""
     rows, groups = match.in_features, match.groups
     claimed = claim.group_size
@@ -209,7 +260,9 @@ def _group_size(match: formats.Match, claim: ModuleClaim, group: NDArray[np.int3
         return claimed if fits and claimed == rows and claimed is not None else ONE_GROUP
     even = rows // groups if rows % groups == 0 else None
     if fits and claimed is not None:
-        natural_even = even is not None and group is not None and np.array_equal(group, natural_group(rows, even))
+        natural_even = (
+            even is not None and group is not None and np.array_equal(group, natural_group(rows, even))
+        )
         if not natural_even or even == claimed:
             return claimed
     counted = int(np.bincount(group, minlength=groups)[0]) if group is not None and even is None else None
@@ -231,17 +284,33 @@ def _padded_group_size(match: formats.Match, claim: ModuleClaim, name: str) -> i
     """Return the group size of a layout that pads its groups and so does not tell their number: the config's."""
     claimed = claim.group_size
     if claimed is None or claimed == 0 or (claimed > 0 and match.in_features % claimed):
-        raise SourceError("the group size of this layout stands only in the config", code="group-size", where=name, expected=f"a group_size that divides {match.in_features}", found=str(claimed))
+        raise SourceError(
+            "the group size of this layout stands only in the config",
+            code="group-size",
+            where=name,
+            expected=f"a group_size that divides {match.in_features}",
+            found=str(claimed),
+        )
     return ONE_GROUP if claimed == match.in_features else claimed
 
 
-def _read_order(name: str, local: Mapping[str, TensorInfo], match: formats.Match, read: _Reading) -> NDArray[np.int32] | None:
+def _read_order(
+    name: str, local: Mapping[str, TensorInfo], match: formats.Match, read: _Reading
+) -> NDArray[np.int32] | None:
     for suffix in ORDER_SUFFIXES:
         if suffix in local:
             info = local[suffix]
             if info.dtype not in ("I32", "I64"):
-                raise SourceError("`g_idx` is not an integer tensor", code="g-idx-dtype", where=info.name, expected="I32", found=info.dtype)
-            return orders.normalise(read.checkpoint.read(info.name), match.in_features, match.groups, info.name)
+                raise SourceError(
+                    "`g_idx` is not an integer tensor",
+                    code="g-idx-dtype",
+                    where=info.name,
+                    expected="I32",
+                    found=info.dtype,
+                )
+            return orders.normalise(
+                read.checkpoint.read(info.name), match.in_features, match.groups, info.name
+            )
     return None
 
 
@@ -249,7 +318,13 @@ def group_of_act_perm(perm: NDArray, in_features: int, group_size: int, where: s
     """Rebuild the group map of an artifact's layer: packed row r holds source row ``perm[r]`` of group r // g."""
     rows = in_features
     if perm.shape != (rows,) or not np.array_equal(np.sort(perm), np.arange(rows)):
-        raise SourceError("`act_perm` is not a permutation of the input rows", code="act-perm", where=where, expected=f"a permutation of 0..{rows - 1}", found=f"shape {list(perm.shape)}")
+        raise SourceError(
+            "`act_perm` is not a permutation of the input rows",
+            code="act-perm",
+            where=where,
+            expected=f"a permutation of 0..{rows - 1}",
+            found=f"shape {list(perm.shape)}",
+        )
     group = np.empty(rows, np.int32)
     group[perm] = natural_group(rows, group_size)
     return group
@@ -259,18 +334,26 @@ def _zero_tensor(layout: str, local: Mapping[str, TensorInfo]) -> TensorInfo | N
     return local.get(ZERO_SUFFIXES.get(layout, PLAIN_ZERO_SUFFIX))
 
 
-def _read_zeros(name: str, layout: str, local: Mapping[str, TensorInfo], scheme: QuantScheme, read: _Reading) -> zeros.ZeroReading:
+def _read_zeros(
+    name: str, layout: str, local: Mapping[str, TensorInfo], scheme: QuantScheme, read: _Reading
+) -> zeros.ZeroReading:
     info = _zero_tensor(layout, local)
     if info is None:
         return zeros.ZeroReading("none", sym=True)
     claim = read.claim(name)
     ck, warn = read.checkpoint, read.notes.warn
     if layout == "gptq":
-        raw = ck.rect(info.name, slice(0, SAMPLE_ROWS), slice(None)) if read.options.evidence == "sample" else ck.read(info.name)
+        raw = (
+            ck.rect(info.name, slice(0, SAMPLE_ROWS), slice(None))
+            if read.options.evidence == "sample"
+            else ck.read(info.name)
+        )
         label = read.claims.zero_kind if read.claims else None
         if read.options.source_format:
             label = "v2" if read.options.source_format == "gptq_v2" else "v1"
-        return zeros.read_gptq(raw, scheme.bits, claim, read.claims, label, read.options.zero_reading, info.name, warn)
+        return zeros.read_gptq(
+            raw, scheme.bits, claim, read.claims, label, read.options.zero_reading, info.name, warn
+        )
     if read.options.evidence == "sample" and layout not in ("awq-gemv-fast", "awq-gemv", "marlin"):
         raw = ck.rect(info.name, slice(0, SAMPLE_ROWS), slice(None)).view(np.uint32)
         return zeros.ZeroReading("plain", sym=bool((raw == zeros.V2_MIDPOINT[scheme.bits]).all()))
@@ -280,7 +363,9 @@ def _read_zeros(name: str, layout: str, local: Mapping[str, TensorInfo], scheme:
     return zeros.read_plain(formats.get(layout), tensors, asym, claim, info.name, warn)
 
 
-def _trim_tail(match: formats.Match, layout: str, local: Mapping[str, TensorInfo], read: _Reading) -> formats.Match:
+def _trim_tail(
+    match: formats.Match, layout: str, local: Mapping[str, TensorInfo], read: _Reading
+) -> formats.Match:
     """Drop rows that only fill the last word of a GPTQ layer whose ``g_idx`` is shorter. They must be zero codes."""
     if layout != "gptq" or "g_idx" not in local:
         return match
@@ -289,9 +374,17 @@ def _trim_tail(match: formats.Match, layout: str, local: Mapping[str, TensorInfo
     if not 0 < match.in_features - rows < per:
         return match
     info = local["qweight"]
-    last = read.checkpoint.rect(info.name, slice(info.shape[0] - 1, info.shape[0]), slice(None)).view(np.uint32)
+    last = read.checkpoint.rect(info.name, slice(info.shape[0] - 1, info.shape[0]), slice(None)).view(
+        np.uint32
+    )
     if bool((last >> np.uint32((rows % per) * match.bits)).any()):
-        raise SourceError("`qweight` holds codes past the last input row", code="shape-mismatch", where=info.name, expected=f"{rows} rows", found=f"{match.in_features} rows, the last ones not zero")
+        raise SourceError(
+            "`qweight` holds codes past the last input row",
+            code="shape-mismatch",
+            where=info.name,
+            expected=f"{rows} rows",
+            found=f"{match.in_features} rows, the last ones not zero",
+        )
     return replace(match, in_features=rows)
 
 
@@ -299,10 +392,17 @@ def _read_layer(name: str, local: Mapping[str, TensorInfo], read: _Reading) -> S
     layout, match = _match(name, local, read)
     stray = foreign.foreign_companions(layout, local)
     if stray:
-        raise Refused("a quantized layer has a tensor that w4pack does not know", code="unknown-companion", where=stray[0].name, found=f"{stray[0].dtype} {list(stray[0].shape)}", expected="only the tensors of its layout")
+        raise Refused(
+            "a quantized layer has a tensor that w4pack does not know",
+            code="unknown-companion",
+            where=stray[0].name,
+            found=f"{stray[0].dtype} {list(stray[0].shape)}",
+            expected="only the tensors of its layout",
+        )
     match = _trim_tail(match, layout, local, read)
     claim = read.claim(name)
     _compare_bits(name, match, claim, read)
+    _compare_label(name, layout, read)
     group = _read_order(name, local, match, read)
     size = _group_size(match, claim, group, name, read)
     if "act_perm" in local:
@@ -310,13 +410,19 @@ def _read_layer(name: str, local: Mapping[str, TensorInfo], read: _Reading) -> S
         group = group_of_act_perm(perm, match.in_features, size, local["act_perm"].name)
     order = orders.classify(group, size, match.groups)
     scales = next(t for s, t in local.items() if s in ("scales", "s", "weight_scale"))
-    scheme = QuantScheme(match.bits, size, False, order.is_real, match.in_features, match.out_features, scales.dtype)
+    scheme = QuantScheme(
+        match.bits, size, False, order.is_real, match.in_features, match.out_features, scales.dtype
+    )
     reading = _read_zeros(name, layout, local, scheme, read)
     _compare_order(name, order, claim, local, layout, read)
     if claim.sym is False and reading.sym:
-        read.notes.warn("sym-flag", name, "asymmetric, by the config", "every zero point at the midpoint; symmetric")
+        read.notes.warn(
+            "sym-flag", name, "asymmetric, by the config", "every zero point at the midpoint; symmetric"
+        )
     tensors = {s: t for s, t in local.items() if s != "bias"}
-    return SourceLayer(name, layout, replace(scheme, sym=reading.sym), reading, order, tensors, local.get("bias"))
+    return SourceLayer(
+        name, layout, replace(scheme, sym=reading.sym), reading, order, tensors, local.get("bias")
+    )
 
 
 def _compare_bits(name: str, match: formats.Match, claim: ModuleClaim, read: _Reading) -> None:
@@ -326,10 +432,30 @@ def _compare_bits(name: str, match: formats.Match, claim: ModuleClaim, read: _Re
         read.notes.warn("skipped-but-quantized", name, "not quantized, by the config", "quantized tensors")
 
 
-def _compare_order(name: str, order: Order, claim: ModuleClaim, local: Mapping[str, TensorInfo], layout: str, read: _Reading) -> None:
+def _compare_label(name: str, layout: str, read: _Reading) -> None:
+    """Compare the layout with what the config calls it. Old files have no label; a missing one is no contradiction."""
+    if read.claims is None:
+        return
+    wanted = LABELLED.get(read.claims.method, ())
+    label = (read.claims.label or "").lower().replace("-", "_")
+    exact = AWQ_LABELS.get(label) if read.claims.method == "awq" else None
+    if (wanted and layout not in wanted) or (exact is not None and layout != exact):
+        said = f"{read.claims.method} {read.claims.label or ''}".strip()
+        read.notes.warn("layout-label", name, f"{said}, by the config", f"{layout}, by the tensors")
+
+
+def _compare_order(
+    name: str, order: Order, claim: ModuleClaim, local: Mapping[str, TensorInfo], layout: str, read: _Reading
+) -> None:
     """Compare the map with ``desc_act``; refuse a map that is announced and missing."""
     has_map = any(s in local for s in ORDER_SUFFIXES) or "act_perm" in local
-    if claim.desc_act and not has_map and layout == "gptq" and claim.group_size != ONE_GROUP and (read.claims is None or read.claims.writes_g_idx):
+    if (
+        claim.desc_act
+        and not has_map
+        and layout == "gptq"
+        and claim.group_size != ONE_GROUP
+        and (read.claims is None or read.claims.writes_g_idx)
+    ):
         if read.claims is not None and -(-order_rows(local) // max(claim.group_size or 1, 1)) == 1:
             return
         raise SourceError(
@@ -340,9 +466,19 @@ def _compare_order(name: str, order: Order, claim: ModuleClaim, local: Mapping[s
             found="none",
         )
     if claim.desc_act and has_map and not order.is_real and layout != "marlin":
-        read.notes.warn("order-flag", name, "act-order, as `desc_act` is true", "rows in natural order; the label is dropped")
+        read.notes.warn(
+            "order-flag",
+            name,
+            "act-order, as `desc_act` is true",
+            "rows in natural order; the label is dropped",
+        )
     if claim.desc_act is False and order.is_real:
-        read.notes.warn("order-flag-false", name, "natural order, as `desc_act` is false", "a real permutation in g_idx; kept. vLLM and SGLang drop it without a word")
+        read.notes.warn(
+            "order-flag-false",
+            name,
+            "natural order, as `desc_act` is false",
+            "a real permutation in g_idx; kept. vLLM and SGLang drop it without a word",
+        )
 
 
 def order_rows(local: Mapping[str, TensorInfo]) -> int:
@@ -350,7 +486,9 @@ def order_rows(local: Mapping[str, TensorInfo]) -> int:
     return local["qweight"].shape[0] * 8 if "qweight" in local else 0
 
 
-def _config_problems(claims: Claims | None, options: DetectOptions, quant_file: str | None) -> Iterable[W4PackError]:
+def _config_problems(
+    claims: Claims | None, options: DetectOptions, quant_file: str | None
+) -> Iterable[W4PackError]:
     if claims is None:
         return
     if claims.unsupported:
@@ -374,7 +512,7 @@ def _unknown_method(quant_config: Mapping[str, Any], quant_file: str | None) -> 
         code="method-unknown",
         where=f"{quant_file}: quant_method",
         expected=", ".join(dialects.DIALECTS),
-        found=other_method(quant_config) or "no method",
+        found=f"{quant_config.get('quant_method')} ({other_method(quant_config) or 'no method'})",
     )
 
 
@@ -390,7 +528,9 @@ def read_source(checkpoint: Checkpoint, options: DetectOptions) -> Source:
         read.problems.append(_unknown_method(quant_config, quant_file))
     layers: list[SourceLayer] = []
     taken: set[str] = set()
-    for name, local in sorted(group_tensors(checkpoint.tensors).items(), key=lambda item: natural_key(item[0])):
+    for name, local in sorted(
+        group_tensors(checkpoint.tensors).items(), key=lambda item: natural_key(item[0])
+    ):
         try:
             if _is_quantized(local):
                 layers.append(_read_layer(name, local, read))
@@ -402,17 +542,49 @@ def read_source(checkpoint: Checkpoint, options: DetectOptions) -> Source:
         except W4PackError as err:
             read.problems.append(err)
     if layers and quant_config is None:
-        notes.warn("no-config", "config.json", "a quantization config", "none; bits, groups and zero points are read from the tensors")
-    dense = tuple(info for name, info in sorted(checkpoint.tensors.items(), key=lambda i: natural_key(i[0])) if name not in taken)
+        notes.warn(
+            "no-config",
+            "config.json",
+            "a quantization config",
+            "none; bits, groups and zero points are read from the tensors",
+        )
+    dense = tuple(
+        info
+        for name, info in sorted(checkpoint.tensors.items(), key=lambda i: natural_key(i[0]))
+        if name not in taken
+    )
     for key, value in claims.dropped if claims else ():
-        notes.warn("config-key", f"{quant_file}: {key}", "a key w4pack knows", f"{value}; it has no effect on the weights and is not carried over")
+        notes.warn(
+            "config-key",
+            f"{quant_file}: {key}",
+            "a key w4pack knows",
+            f"{value}; it has no effect on the weights and is not carried over",
+        )
     warnings = (*checkpoint.notices, *notes.merged())
-    return Source(checkpoint, claims, quant_config, quant_file, tuple(layers), dense, warnings, tuple(read.problems), options)
+    return Source(
+        checkpoint,
+        claims,
+        quant_config,
+        quant_file,
+        tuple(layers),
+        dense,
+        warnings,
+        tuple(read.problems),
+        options,
+    )
+
+
+def _stored_size(layer: SourceLayer) -> tuple[int, int]:
+    """Return the rows and columns that a layer's codes tensor has room for: more than the real ones if it is padded."""
+    grid = layer.module.grid(layer.scheme.bits)
+    shape = layer.tensors[grid.suffix].shape
+    k, n = (shape[0], shape[1]) if grid.k_axis == 0 else (shape[1], shape[0])
+    return k // grid.k_elems * grid.k_unit, n // grid.n_elems * grid.n_unit
 
 
 def layer_facts(layer: SourceLayer) -> LayerFacts:
     """Describe one source layer."""
-    scheme = layer.scheme
+    scheme, stored = layer.scheme, _stored_size(layer)
     return LayerFacts(
         name=layer.name,
         layout=layer.layout,
@@ -422,8 +594,8 @@ def layer_facts(layer: SourceLayer) -> LayerFacts:
         act_order="groups" if layer.order.kind == "uneven" else layer.order.kind,
         in_features=scheme.in_features,
         out_features=scheme.out_features,
-        stored_in=scheme.in_features,
-        stored_out=scheme.out_features,
+        stored_in=stored[0],
+        stored_out=stored[1],
         scale_dtype=scheme.scale_dtype,
         bias=layer.bias is not None,
         zero_kind=layer.zeros.kind,

@@ -7,7 +7,7 @@ understood without companions (block scales, codebooks, transforms) that no layo
 from collections.abc import Mapping
 
 from w4pack.convert import formats
-from w4pack.convert.errors import Refused, W4PackError, name_some
+from w4pack.convert.errors import Refused, SourceError, W4PackError, name_some
 from w4pack.convert.files.tensorfile import TensorInfo
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -53,6 +53,25 @@ def foreign_companions(layout: str, local: Mapping[str, TensorInfo]) -> list[Ten
     return [info for suffix, info in local.items() if suffix not in known]
 
 
+def codes_missing(name: str, shapes: Shapes) -> W4PackError | None:
+    """Describe a module that has scales or zero points of a known layout, but no codes."""
+    for suffix, needs in (
+        ("qzeros", "qweight"),
+        ("g_idx", "qweight"),
+        ("weight_shape", "weight_packed"),
+        ("weight_zero_point", "weight_packed"),
+    ):
+        if suffix in shapes and needs not in shapes and "weight" not in shapes:
+            return SourceError(
+                f"`{needs}` is missing",
+                code="missing-tensor",
+                where=f"{name}.{needs}",
+                expected=f"`{needs}` beside {', '.join(sorted(shapes))}",
+                found="none",
+            )
+    return None
+
+
 def unreadable(name: str, shapes: Shapes) -> W4PackError:
     """Describe a module whose tensors look quantized and fit no layout."""
     for suffix, method in COMPANIONS.items():
@@ -79,11 +98,22 @@ def foreign_weight(name: str, local: Mapping[str, TensorInfo]) -> W4PackError | 
     fused = [s for s in local if s.endswith(PACKED_3D) and s != "weight_packed"]
     if fused:
         info = local[fused[0]]
-        return Refused("fused quantized experts are not a known layout", code="layout-unknown", where=info.name, expected="one 2-D linear per expert", found=f"{info.dtype} {list(info.shape)}")
+        return Refused(
+            "fused quantized experts are not a known layout",
+            code="layout-unknown",
+            where=info.name,
+            expected="one 2-D linear per expert",
+            found=f"{info.dtype} {list(info.shape)}",
+        )
     blocks = [s for s in local if s.endswith("_blocks") and s[: -len("_blocks")] + "_scales" in local]
     if blocks:
         info = local[blocks[0]]
-        return Refused("MXFP4 experts are not read", code="method-unknown", where=info.name, found=f"{info.dtype} {list(info.shape)}")
+        return Refused(
+            "MXFP4 experts are not read",
+            code="method-unknown",
+            where=info.name,
+            found=f"{info.dtype} {list(info.shape)}",
+        )
     if any(s in local for s in ("W_q", "trellis", "q_perm", "codebooks", "Qidxs", "centroids")):
         return unreadable(name, {s: (t.dtype, t.shape) for s, t in local.items()})
     weight = local.get("weight")

@@ -61,10 +61,20 @@ def _gptq_constant(
         if label == other and claim.sym is False:
             return None  # asymmetric under the label that is written; follow it
         if label == other:
-            warn("zero-version", where, f"{other} zeros, by the label", f"{kind} zeros: every word is 0x{word:08x}")
+            warn(
+                "zero-version",
+                where,
+                f"{other} zeros, by the label",
+                f"{kind} zeros: every word is 0x{word:08x}",
+            )
         return ZeroReading(kind, sym=True)
     if word in DUMMY_WORDS and claim.sym is True:
-        warn("dummy-zeros", where, "the midpoint, as `sym` is true", f"every zero word is 0x{word:08x}; read as symmetric")
+        warn(
+            "dummy-zeros",
+            where,
+            "the midpoint, as `sym` is true",
+            f"every zero word is 0x{word:08x}; read as symmetric",
+        )
         return ZeroReading("dummy", sym=True)
     if word in DUMMY_WORDS and claim.sym is None:
         raise SourceError(
@@ -97,7 +107,12 @@ def _reading_problem(words: NDArray[np.uint32], bits: int, count: int, where: st
 
 
 def _gptq_asymmetric(
-    words: NDArray[np.uint32], bits: int, label: str | None, claims: Claims | None, choice: str | None, where: str
+    words: NDArray[np.uint32],
+    bits: int,
+    label: str | None,
+    claims: Claims | None,
+    choice: str | None,
+    where: str,
 ) -> ZeroReading:
     if label is None:
         raise Refused(
@@ -145,18 +160,37 @@ def read_gptq(
             return decided
     reading = _gptq_asymmetric(words, bits, label, claims, choice, where)
     if claim.sym is True:
-        group = int(np.flatnonzero((words != V1_MIDPOINT[bits]).any(axis=1) & (words != V2_MIDPOINT[bits]).any(axis=1))[0])
-        warn("sym-flag", f"{where}, group {group}", "every zero point at the midpoint, as `sym` is true", "other zero points; asymmetric")
+        group = int(
+            np.flatnonzero(
+                (words != V1_MIDPOINT[bits]).any(axis=1) & (words != V2_MIDPOINT[bits]).any(axis=1)
+            )[0]
+        )
+        warn(
+            "sym-flag",
+            f"{where}, group {group}",
+            "every zero point at the midpoint, as `sym` is true",
+            "other zero points; asymmetric",
+        )
     return reading
 
 
 def read_plain(
-    layout: ModuleType, tensors: Mapping[str, NDArray], scheme: QuantScheme, claim: ModuleClaim, where: str, warn: Warn
+    layout: ModuleType,
+    tensors: Mapping[str, NDArray],
+    scheme: QuantScheme,
+    claim: ModuleClaim,
+    where: str,
+    warn: Warn,
 ) -> ZeroReading:
     """Decide symmetry of a layout that stores zeros as they are: decode them and compare with the midpoint."""
     zeros = layout.decode_params(tensors, scheme, "plain").zeros
     sym = zeros is None or bool((zeros == scheme.midpoint).all())
     if claim.sym is True and not sym:
         group = int(np.flatnonzero((zeros != scheme.midpoint).any(axis=1))[0])
-        warn("sym-flag", f"{where}, group {group}", "every zero point at the midpoint, by the config", "other zero points; asymmetric")
+        warn(
+            "sym-flag",
+            f"{where}, group {group}",
+            "every zero point at the midpoint, by the config",
+            "other zero points; asymmetric",
+        )
     return ZeroReading("plain", sym=sym)
