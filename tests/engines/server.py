@@ -39,11 +39,10 @@ def attempt(run: Runner, case: dict[str, Any], out: Path) -> None:
 
 
 def cause(err: BaseException) -> str:
-    """Return the first line that says what is wrong, of the innermost exception."""
+    """Return what the innermost exception says, on one line."""
     while err.__cause__ is not None:
         err = err.__cause__
-    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
-    return f"{type(err).__name__}: {lines[0] if lines else ''}"[:400]
+    return f"{type(err).__name__}: {' '.join(str(err).split())}"[:400]
 
 
 def forked(run: Runner, case: dict[str, Any], out: Path, log: Path) -> None:

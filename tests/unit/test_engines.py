@@ -498,6 +498,11 @@ def test_modules_that_all_break_a_rule_are_one_pattern_and_a_few_are_named() -> 
     assert [(b.layer, b.count) for b in some] == [("model.layers.1.self_attn.o_proj", 1)]
 
 
+def test_an_order_that_is_refused_is_not_also_called_misread() -> None:
+    found = evaluate(gptq(block(act_order="groups"), desc_act=True), "vllm", 1).blockers
+    assert [b.rule for b in found] == ["vllm.desc-act"]
+
+
 def test_fused_module_is_named_with_its_parts() -> None:
     """F13: q_proj at another group size than k and v."""
     uneven = changed(block(), "q_proj", group_size=32)
@@ -531,6 +536,12 @@ def test_key_and_value_are_repeated_past_their_heads() -> None:
     thin = layer("model.layers.0.self_attn.k_proj", 1024, 32)
     assert max_tp(thin, CONFIG | heads | {"num_key_value_heads": 8}) == 4  # 4 columns are half a word
     assert max_tp(thin, CONFIG | heads) == 8
+
+
+def test_repeated_heads_are_whole_on_a_rank_for_check_too() -> None:
+    """Two heads of 64 at TP 4: 64 columns on a rank, not 32."""
+    rules = {(b.layer, b.rule) for b in evaluate(artifact(), "w4pack", 4).blockers}
+    assert rules == {("model.layers.0.self_attn.o_proj", "w4pack.k-tile")}
 
 
 def test_max_tp_by_role() -> None:
