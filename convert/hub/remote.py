@@ -134,10 +134,8 @@ class HubStore:
 
         Later reads inside them cost nothing. Ranges beyond the end of a file are cut.
         """
-        wanted = [
-            (name, start, end) for name, start, end in self._merged(ranges) if not self._has(name, start, end)
-        ]
-        self._fetch_all(wanted)
+        missing = [(name, at, length) for name, at, length in ranges if not self._has(name, at, at + length)]
+        self._fetch_all(self._merged(missing))
 
     def read_range(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of ``name`` from ``offset``."""

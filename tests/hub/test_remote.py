@@ -1,5 +1,6 @@
 """A repository read in place: the right bytes, few requests, counted and limited."""
 
+import json
 import random
 import struct
 import threading
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from w4pack.convert.errors import HubError, SourceError
+from w4pack.convert.hub import remote
 from w4pack.convert.hub.remote import HEAD_LARGE, HubStore
 from w4pack.convert.hub.resolve import HubSource
 
@@ -74,6 +76,82 @@ def test_a_header_longer_than_the_first_read_costs_one_more_request(hub: Any) ->
         assert read(store, "model.safetensors", 8, 500_000) == data[8:500_008]
     assert hub.count("GET", "^cdn:") == 2
     assert hub.count("GET", "/resolve/") == 1  # the address behind the redirect is kept
+
+
+LAYERS = 40
+
+
+def gptq_shards(shards: int = 4) -> dict[str, bytes]:
+    """Shards of layers with codes, zeros and g_idx as GPTQ stores them, spread out by their codes."""
+    names = [f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)]
+    files = {}
+    for number, file in enumerate(names):
+        header: dict[str, Any] = {}
+        at = 0
+        for layer in range(number * LAYERS // shards, (number + 1) * LAYERS // shards):
+            for suffix, dtype, shape in (
+                ("g_idx", "I32", [256]),
+                ("qweight", "I32", [32, 600]),
+                ("qzeros", "I32", [2, 75]),
+            ):
+                size = 4 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+                entry = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+                header[f"model.layers.{layer}.q_proj.{suffix}"] = entry
+                at += size
+        raw = json.dumps(header).encode()
+        files[file] = struct.pack("<Q", len(raw)) + raw + content(at, number)
+    return files
+
+
+def places(files: dict[str, bytes], suffix: str) -> list[tuple[str, int, list[int]]]:
+    """(file, offset, shape) of each layer's tensor, in the order of the layers."""
+    found = []
+    for file, data in files.items():
+        (length,) = struct.unpack("<Q", data[:8])
+        for name, entry in json.loads(data[8 : 8 + length]).items():
+            if name.endswith(suffix):
+                layer = int(name.split(".")[2])
+                found.append((layer, (file, 8 + length + entry["data_offsets"][0], entry["shape"])))
+    return [place for _, place in sorted(found)]
+
+
+@pytest.mark.parametrize("head", [1000, 64 << 10])
+def test_the_first_of_many_small_tensors_brings_the_others(
+    hub: Any, monkeypatch: pytest.MonkeyPatch, head: int
+) -> None:
+    """Also where the header is longer than the first read of each shard."""
+    monkeypatch.setattr(remote, "HEAD_SMALL", head)
+    monkeypatch.setattr(remote, "HEAD_LARGE", head)
+    files = gptq_shards()
+    hub.add("ORG/NAME", files)
+    with HubStore(SOURCE) as store:
+        for file, offset, shape in places(files, "g_idx"):
+            size = 4 * shape[0]
+            assert read(store, file, offset, size) == files[file][offset : offset + size]
+        calls = len(hub.calls)
+        file, offset, shape = places(files, "g_idx")[-1]
+        read(store, file, offset, 4 * shape[0])
+        for file, offset, shape in places(files, "qzeros"):
+            row = 4 * shape[1]
+            assert read(store, file, offset, row) == files[file][offset : offset + row]
+        # one row of each: the first read fetched all of them, and nothing else was asked for
+        assert len(hub.calls) - calls <= LAYERS
+        assert store.bytes_read <= 4 * 70_000 + LAYERS * (4 * 256 + 4 * 75)
+        before = store.bytes_read
+        file, offset, shape = places(files, "qweight")[-1]
+        assert read(store, file, offset + 400, 100) == files[file][offset + 400 : offset + 500]
+        assert store.bytes_read == before + 100  # a read inside a tensor says nothing about the next
+
+
+def test_reading_ahead_leaves_half_of_the_limit(hub: Any) -> None:
+    files = gptq_shards()
+    hub.add("ORG/NAME", files)
+    with HubStore(SOURCE, limit=1_060_000) as store:
+        file, offset, shape = places(files, "g_idx")[0]
+        read(store, file, 0, 8)
+        before = store.bytes_read
+        read(store, file, offset, 4 * shape[0])
+        assert store.bytes_read - before <= (1_060_000 - before) // 2 + 4 * shape[0]
 
 
 def test_near_ranges_are_fetched_together(hub: Any) -> None:
