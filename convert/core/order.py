@@ -13,34 +13,44 @@ from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.errors import SourceError
 
 
+def natural_group(rows: int, group_size: int) -> NDArray[np.int32]:
+    """Return the map of rows in natural order: k // group_size, all 0 for one group."""
+    if group_size == ONE_GROUP:
+        return np.zeros(rows, np.int32)
+    return (np.arange(rows, dtype=np.int32) // np.int32(group_size)).astype(np.int32)
+
+
 def natural_map(scheme: QuantScheme) -> NDArray[np.int32]:
-    """Return the map without act-order: row k belongs to group k // group_size."""
-    rows = np.arange(scheme.in_features, dtype=np.int32)
-    return rows * 0 if scheme.group_size == ONE_GROUP else rows // np.int32(scheme.group_size)
+    """Return the map of a scheme without act-order."""
+    return natural_group(scheme.in_features, scheme.group_size)
 
 
 def read_map(stored: NDArray[Any], scheme: QuantScheme, suffix: str) -> NDArray[np.int32]:
+    """Check the stored group map of a layer; see ``checked_map``."""
+    return checked_map(stored, scheme.in_features, scheme.groups, suffix)
+
+
+def checked_map(stored: NDArray[Any], rows: int, groups: int, where: str) -> NDArray[np.int32]:
     """Check a stored group map; negative entries count from the last group.
 
-    Raises SourceError, naming ``suffix`` and the first bad row, if the length or a value is out of range.
+    Raises SourceError, naming ``where`` and the first bad row, if the length or a value is out of range.
     """
-    groups, rows = scheme.groups, scheme.in_features
     if stored.shape != (rows,):
         raise SourceError(
-            f"`{suffix}` does not list one group for each row",
+            "a group map does not have one entry for each row",
             code="g-idx-length",
-            where=suffix,
-            expected=f"{[rows]}",
+            where=where,
+            expected=f"[{rows}]",
             found=f"{list(stored.shape)}",
         )
     bad = np.flatnonzero((stored >= groups) | (stored < -groups))
     if bad.size:
         raise SourceError(
-            f"`{suffix}` names a group that does not exist",
+            "a group map names a group that does not exist",
             code="g-idx-range",
-            where=suffix,
+            where=f"{where}, row {bad[0]}",
             expected=f"groups 0 to {groups - 1}",
-            found=f"{stored[bad[0]]} at row {bad[0]} ({bad.size} such rows)",
+            found=f"{stored[bad[0]]} ({bad.size} such rows)",
         )
     return np.where(stored < 0, stored + groups, stored).astype(np.int32)
 
@@ -58,14 +68,18 @@ def map_of_sorted(perm: NDArray[Any], scheme: QuantScheme) -> NDArray[np.int32]:
 
 
 def read_perm(stored: NDArray[Any], scheme: QuantScheme, suffix: str) -> NDArray[np.int64]:
-    """Check a stored row order. Raises SourceError unless it is a permutation of the K rows."""
-    rows = scheme.in_features
+    """Check the stored row order of a layer; see ``checked_perm``."""
+    return checked_perm(stored, scheme.in_features, suffix)
+
+
+def checked_perm(stored: NDArray[Any], rows: int, where: str) -> NDArray[np.int64]:
+    """Check a stored row order. Raises SourceError unless it is a permutation of the rows."""
     perm = stored.astype(np.int64)
     if perm.shape != (rows,) or not np.array_equal(np.sort(perm), np.arange(rows)):
         raise SourceError(
-            f"`{suffix}` is not a permutation of the rows",
+            "a stored row order is not a permutation of the rows",
             code="act-perm",
-            where=suffix,
+            where=where,
             expected=f"each of 0 to {rows - 1} once",
             found=f"shape {list(perm.shape)}",
         )

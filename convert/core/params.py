@@ -10,18 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from w4pack.convert.core import dtypes
+from w4pack.convert.core.order import natural_group
 from w4pack.convert.core.quantlinear import GroupParams
-from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
+from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import Refused
 
 PADDING = -1  # in a row or column map: an element that the source does not have
-
-
-def natural_group(rows: int, group_size: int) -> NDArray[np.int32]:
-    """Return the map of rows in natural order: k // group_size, all 0 for one group."""
-    if group_size == ONE_GROUP:
-        return np.zeros(rows, np.int32)
-    return (np.arange(rows, dtype=np.int32) // group_size).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from w4pack.convert.core import dtypes
-from w4pack.convert.core.params import natural_group
+from w4pack.convert.core.order import natural_group
 from w4pack.convert.core.scheme import QuantScheme
 
 SHRINK_STEPS = 41  # clip ratios tried from 1.0 downwards

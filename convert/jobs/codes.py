@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from w4pack.convert import formats
 from w4pack.convert.core import bitpack
-from w4pack.convert.core.params import PADDING, natural_group
+from w4pack.convert.core.order import natural_group
+from w4pack.convert.core.params import PADDING
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.files.checkpoint import Checkpoint

@@ -11,14 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from w4pack.convert import formats
-from w4pack.convert.core.params import PADDING, Reorder, natural_group, transform
+from w4pack.convert.core.order import natural_group, sorted_rows
+from w4pack.convert.core.params import PADDING, Reorder, transform
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.jobs.codes import CodeMap, CodeReader
-from w4pack.convert.planning.decide import LayerPlan
+from w4pack.convert.planning.decisions import LayerPlan
 from w4pack.convert.source import orders
-from w4pack.convert.source.detect import ORDER_SUFFIXES, Source, SourceLayer
+from w4pack.convert.source.detect import ORDER_SUFFIXES, Source, SourceLayer, group_of_act_perm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +44,8 @@ def group_map(checkpoint: Checkpoint, layer: SourceLayer) -> NDArray[np.int32] |
         return None
     scheme = layer.scheme
     if "act_perm" in layer.tensors:
-        perm = checkpoint.read(layer.tensors["act_perm"].name)
-        group = np.empty(scheme.in_features, np.int32)
-        group[perm] = natural_group(scheme.in_features, scheme.group_size)
-        return group
+        info = layer.tensors["act_perm"]
+        return group_of_act_perm(checkpoint.read(info.name), scheme.in_features, scheme.group_size, info.name)
     info = next(layer.tensors[s] for s in ORDER_SUFFIXES if s in layer.tensors)
     return orders.normalise(checkpoint.read(info.name), scheme.in_features, scheme.groups, info.name)
 
@@ -79,7 +78,7 @@ def row_map(group: NDArray[np.int32] | None, plan: LayerPlan, in_features: int) 
     if plan.rows == "natural" or group is None:
         return None
     rows = np.full(plan.scheme.in_features, PADDING, np.int32)
-    rows[:in_features] = orders.sorting(group)
+    rows[:in_features] = sorted_rows(group)
     return rows
 
 
@@ -138,7 +137,7 @@ def fold_order(
     if down is None:
         return None
     group = group_map(checkpoint, layers[down])
-    return orders.sorting(group) if group is not None else None
+    return sorted_rows(group) if group is not None else None
 
 
 def _padded_group(

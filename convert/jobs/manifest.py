@@ -8,7 +8,7 @@ from typing import Any
 
 from w4pack.convert.errors import SourceError
 from w4pack.convert.files.checkpoint import Checkpoint
-from w4pack.convert.planning.decide import DensePlan, LayerPlan
+from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.plan import FORMAT_VERSION, Plan
 from w4pack.convert.planning.record import to_plain
 from w4pack.convert.source.detect import Source

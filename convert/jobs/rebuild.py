@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from w4pack.convert import formats
 from w4pack.convert.core import dtypes
+from w4pack.convert.core.order import sorted_rows
 from w4pack.convert.core.params import Reorder, exact_in, transform
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
@@ -24,7 +25,6 @@ from w4pack.convert.errors import SourceError
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.jobs.layerjob import LayerJob, column_map
 from w4pack.convert.planning.record import from_plain, to_plain
-from w4pack.convert.source import orders
 
 MAX_INLINE = 1 << 28  # bytes one kept tensor may unfold to; a hostile manifest cannot ask for more
 
@@ -92,9 +92,7 @@ def record(job: LayerJob, checkpoint: Checkpoint, strict_hash: str | None) -> La
     )
     if not kept:
         return made
-    order = (
-        orders.sorting(job.source_params.group) if folded and job.source_params.group is not None else None
-    )
+    order = sorted_rows(job.source_params.group) if folded and job.source_params.group is not None else None
     cols = _columns_of(job)
     rebuilt = rebuild_small(made, job.params, plan.scheme, order, cols)
     return replace(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from w4pack import __version__
 from w4pack.convert import formats
+from w4pack.convert.core.order import sorted_rows
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.errors import Refused, SourceError, VerifyError, name_some
 from w4pack.convert.files import tensorfile
@@ -90,7 +91,7 @@ class Unpacking:
         if source_name is None:
             return None
         rec = self.by_source[source_name]
-        return orders.sorting(unpack_array(rec.group, rec.scheme.in_features)) if rec.group else None
+        return sorted_rows(unpack_array(rec.group, rec.scheme.in_features)) if rec.group else None
 
 
 def unpack_plan(unpacking: Unpacking) -> Plan:

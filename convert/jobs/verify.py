@@ -29,7 +29,7 @@ from w4pack.convert.jobs.layerjob import (
     source_params,
     stored_place,
 )
-from w4pack.convert.planning.decide import DensePlan
+from w4pack.convert.planning.decisions import DensePlan
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan, make_plan
 from w4pack.convert.planning.targets import TARGETS

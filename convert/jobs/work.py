@@ -17,7 +17,7 @@ from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.jobs.codes import Block, CodeMap, blocks
 from w4pack.convert.jobs.layerjob import LayerJob, column_map, fold_order
 from w4pack.convert.jobs.outfiles import OutFiles
-from w4pack.convert.planning.decide import DensePlan
+from w4pack.convert.planning.decisions import DensePlan
 from w4pack.convert.planning.plan import Op, OutTensor, stored_size
 from w4pack.convert.source.detect import Source
 

@@ -17,7 +17,8 @@ from w4pack.convert.core.facts import DenseFacts, LayerFacts, ModelFacts, Warnin
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.files import tensorfile
 from w4pack.convert.files.tensorfile import Shard, TensorInfo
-from w4pack.convert.planning.decide import DensePlan, LayerPlan, decide
+from w4pack.convert.planning.decide import decide
+from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.record import from_plain, to_plain
 from w4pack.convert.planning.targets import TARGETS

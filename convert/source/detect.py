@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from w4pack.convert import dialects, formats
 from w4pack.convert.core.facts import DenseFacts, LayerFacts, ModelFacts, Warning_
 from w4pack.convert.core.families import natural_key
-from w4pack.convert.core.params import natural_group
+from w4pack.convert.core.order import checked_perm, natural_group
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.dialects import Claims, ModuleClaim
 from w4pack.convert.dialects import gptq as gptq_dialect
@@ -316,17 +316,8 @@ def _read_order(
 
 def group_of_act_perm(perm: NDArray, in_features: int, group_size: int, where: str) -> NDArray[np.int32]:
     """Rebuild the group map of an artifact's layer: packed row r holds source row ``perm[r]`` of group r // g."""
-    rows = in_features
-    if perm.shape != (rows,) or not np.array_equal(np.sort(perm), np.arange(rows)):
-        raise SourceError(
-            "`act_perm` is not a permutation of the input rows",
-            code="act-perm",
-            where=where,
-            expected=f"a permutation of 0..{rows - 1}",
-            found=f"shape {list(perm.shape)}",
-        )
-    group = np.empty(rows, np.int32)
-    group[perm] = natural_group(rows, group_size)
+    group = np.empty(in_features, np.int32)
+    group[checked_perm(perm, in_features, where)] = natural_group(in_features, group_size)
     return group
 
 

@@ -11,13 +11,12 @@ uneven    anything else: only a dequantized model can hold it
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from w4pack.convert.core.params import natural_group
-from w4pack.convert.errors import SourceError
+from w4pack.convert.core.order import checked_map, natural_group
 
 BLOCKS = (128, 64, 32)
 OrderKind = Literal["none", "trivial", "block", "groups", "uneven"]
@@ -39,33 +38,11 @@ class Order:
 NO_ORDER = Order("none")
 
 
-def normalise(raw: NDArray, in_features: int, groups: int, where: str) -> NDArray[np.int32] | None:
-    """Check a stored ``g_idx`` and return it as int32 (K,), or None if every entry is -1.
-
-    Negative entries count from the last group. Raises SourceError on a wrong length or an entry out of range.
-    """
-    if raw.ndim != 1 or raw.shape[0] != in_features:
-        raise SourceError(
-            "`g_idx` does not have one entry per input row",
-            code="g-idx-shape",
-            where=where,
-            expected=f"[{in_features}]",
-            found=str(list(raw.shape)),
-        )
-    if raw.size and bool((raw == -1).all()):
+def normalise(raw: NDArray[Any], in_features: int, groups: int, where: str) -> NDArray[np.int32] | None:
+    """Check a stored ``g_idx`` and return it as int32 (K,), or None if every entry is -1: no map."""
+    if raw.shape == (in_features,) and bool((raw == -1).all()):
         return None
-    low, high = (int(raw.min()), int(raw.max())) if raw.size else (0, 0)
-    if low < -groups or high >= groups:
-        row = int(np.flatnonzero((raw < -groups) | (raw >= groups))[0])
-        raise SourceError(
-            "`g_idx` names a group that does not exist",
-            code="g-idx-range",
-            where=f"{where}, row {row}",
-            expected=f"0..{groups - 1}",
-            found=str(int(raw[row])),
-        )
-    group = raw.astype(np.int32)
-    return np.where(group < 0, group + groups, group).astype(np.int32) if low < 0 else group
+    return checked_map(raw, in_features, groups, where)
 
 
 def classify(group: NDArray[np.int32] | None, group_size: int, groups: int) -> Order:
@@ -84,8 +61,3 @@ def classify(group: NDArray[np.int32] | None, group_size: int, groups: int) -> O
     last = rows - (groups - 1) * group_size
     even = bool((counts[:-1] == group_size).all()) and int(counts[-1]) == last
     return Order("groups" if even else "uneven")
-
-
-def sorting(group: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the permutation that sorts rows by group, stably: sorted row r is source row ``p[r]``."""
-    return np.argsort(group, kind="stable").astype(np.int32)

@@ -1,0 +1,160 @@
+"""Decisions about values: scales in a dtype that the target stores, biases, tied heads, settings left behind."""
+
+from dataclasses import replace
+from typing import Any
+
+from w4pack.convert.core import dtypes, families, params
+from w4pack.convert.core.facts import Warning_
+from w4pack.convert.errors import Refused, SourceError, W4PackError
+from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.tensorfile import TensorInfo
+from w4pack.convert.planning.decisions import LayerPlan, State
+from w4pack.convert.source.detect import SourceLayer
+
+
+def tied_head(state: State) -> None:
+    """Say where a tied head is stored beside the embedding: twice the bytes, or a head that engines never read."""
+    config = state.source.config
+    if config.get("tie_word_embeddings") is not True or "lm_head.weight" not in state.dense:
+        return
+    infos = state.source.checkpoint.tensors
+    embedding = next((n for n in state.dense if n.endswith("embed_tokens.weight")), None)
+    if embedding is None:
+        return
+    if same_bytes(state.source.checkpoint, infos[embedding], infos["lm_head.weight"]):
+        found = f"tied, stored twice, {infos['lm_head.weight'].nbytes} bytes"
+        state.warnings.append(Warning_("tied-twice", "lm_head.weight", "stored once, as it is tied", found))
+    else:
+        state.warnings.append(
+            Warning_(
+                "tied-differs",
+                "lm_head.weight",
+                f"the values of {embedding}, as the config ties them",
+                "other values; both are kept, engines use the embedding and ignore this head",
+            )
+        )
+
+
+def same_bytes(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
+    """Compare two tensors byte by byte, a few MiB at a time."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    step = 4 << 20
+    for offset in range(0, one.nbytes, step):
+        a, b = bytearray(min(step, one.nbytes - offset)), bytearray(min(step, one.nbytes - offset))
+        checkpoint.read_into(one, offset, memoryview(a))
+        checkpoint.read_into(other, offset, memoryview(b))
+        if a != b:
+            return False
+    return True
+
+
+def carried_settings(state: State) -> None:
+    """Say which settings only the source's own dialect can carry."""
+    claims = state.source.claims
+    if claims is None or claims.method == state.target.dialect:
+        return
+    for key, value in (claims.carried or {}).items():
+        state.warnings.append(
+            Warning_(
+                "setting-dropped",
+                f"{state.source.quant_file}: {key}",
+                f"a target that carries it ({claims.method})",
+                f"{str(value)[:80]}; dropped",
+            )
+        )
+
+
+def _scale_tensor(layer: SourceLayer) -> TensorInfo:
+    return next(t for s, t in layer.tensors.items() if s in ("scales", "s", "weight_scale"))
+
+
+def scales(state: State) -> None:
+    for name, layer in state.layers.items():
+        info = _scale_tensor(layer)
+        values = state.source.checkpoint.read(info.name)
+        bad = dtypes.nonfinite(values, info.dtype)
+        if bad.any():
+            first = [int(i) for i in next(zip(*bad.nonzero(), strict=True))]
+            state.problems.append(
+                SourceError(
+                    "a scale is not a finite number",
+                    code="nonfinite-scale",
+                    where=f"{info.name}{first}",
+                    expected="finite scales",
+                    found=f"{int(bad.sum())} of {values.size} not finite",
+                )
+            )
+            continue
+        try:
+            tag = _stored_tag(values, info, state)
+            state.plans[name] = replace(
+                state.plans[name], scheme=replace(state.plans[name].scheme, scale_dtype=tag)
+            )
+        except W4PackError as err:
+            state.problems.append(err)
+
+
+def _stored_tag(values: Any, info: TensorInfo, state: State) -> str:
+    """Return the tag under which scales are stored in the output; the source's where the target takes it."""
+    if info.dtype in state.target.scale_dtypes:
+        return info.dtype
+    for tag in state.target.scale_dtypes:
+        if params.exact_in(values, info.dtype, tag):
+            return tag
+    tag = state.target.scale_dtypes[0]
+    if state.options.round_scales and not params.rounding_loses_a_scale(values, info.dtype, tag):
+        return tag
+    group, column, value = params.first_inexact(values, info.dtype, tag)
+    taken = " or ".join(dtypes.TORCH_NAMES[t] for t in state.target.scale_dtypes)
+    raise Refused(
+        f"{dtypes.TORCH_NAMES[info.dtype]} scales do not fit {taken} exactly",
+        code="scale-dtype",
+        where=f"{info.name}[{group}, {column}]",
+        expected=f"scales that {taken} holds bit for bit",
+        found=repr(value),
+        hint="`--round-scales` rounds them (reported, not lossless; still refused where a scale would become 0 or infinite), `--to dense` computes from them as they are",
+    )
+
+
+def is_rounded(name: str, plan: LayerPlan, state: State) -> bool:
+    source_tag = state.layers[name].scheme.scale_dtype
+    if plan.action == "dense" or plan.scheme.scale_dtype == source_tag or not state.options.round_scales:
+        return False
+    values = state.source.checkpoint.read(_scale_tensor(state.layers[name]).name)
+    return not params.exact_in(values, source_tag, plan.scheme.scale_dtype)
+
+
+def biases(state: State) -> None:
+    for name, layer in state.layers.items():
+        expected = families.has_bias(state.source.config, name)
+        if layer.bias is None:
+            if expected:
+                state.problems.append(
+                    SourceError(
+                        "a bias is missing",
+                        code="missing-tensor",
+                        where=f"{name}.bias",
+                        expected="a bias, as the model's architecture has one here",
+                        found="none",
+                    )
+                )
+        elif expected is False:
+            _extra_bias(name, layer.bias, state)
+
+
+def _extra_bias(name: str, info: TensorInfo, state: State) -> None:
+    if not state.source.checkpoint.read(info.name).view("u1").any():
+        state.dropped.append(info.name)
+        del state.dense[info.name]
+    elif not state.target.extra_bias and state.target.layout is not None:
+        state.problems.append(
+            Refused(
+                "the architecture has no bias here, so engines would not apply it",
+                code="extra-bias",
+                where=info.name,
+                expected="no bias, or one of zeros",
+                found="values that are not zero",
+                hint="`--to marlin` keeps and applies it",
+            )
+        )

@@ -1,0 +1,178 @@
+"""Decisions that fit schemes to a target: group sizes, symmetry, shapes, and what its config can express."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from w4pack.convert import dialects, formats
+from w4pack.convert.core import families, params
+from w4pack.convert.errors import Refused, W4PackError, name_some
+from w4pack.convert.planning.decisions import LayerPlan, State
+from w4pack.convert.planning.targets import Target, common_group, fitting_group
+
+
+def group_sizes(state: State) -> None:
+    for name, plan in list(state.plans.items()):
+        if plan.action == "dense":
+            continue
+        size = fitting_group(state.target, plan.scheme.group_size, plan.scheme.in_features)
+        if size is None:
+            state.leave(name, _group_reason(plan, state.target))
+        elif size != plan.scheme.group_size:
+            state.note(
+                name,
+                f"groups of {plan.scheme.group_size} split to {size}",
+                scheme=replace(plan.scheme, group_size=size),
+            )
+
+
+def _group_reason(plan: LayerPlan, target: Target) -> str:
+    taken = "/".join(str(g) for g in target.groups) if target.groups else "one that divides in_features"
+    return f"group size {plan.scheme.group_size} over {plan.scheme.in_features} inputs; {target.name} takes {taken}"
+
+
+def symmetry(state: State) -> None:
+    if state.target.layout is None:
+        return
+    sets = [set(s.members) for s in families.fused_sets(state.plans)]
+    if state.target.uniform_sym == "model":
+        sets = [set(state.plans)]
+    grouped = set().union(*sets) if sets else set()
+    for members in [*sets, *({n} for n in state.plans if n not in grouped)]:
+        _one_symmetry([n for n in members if state.plans[n].action != "dense"], state)
+
+
+def _one_symmetry(members: Sequence[str], state: State) -> None:
+    """Make a set of layers symmetric or asymmetric as one: all midpoint, or zero points for all."""
+    asymmetric = [n for n in members if not state.layers[n].scheme.sym]
+    if asymmetric and state.options.widen:
+        for name in members:
+            if state.plans[name].scheme.bits == 4:
+                state.note(
+                    name,
+                    "widened to symmetric 8 bit",
+                    scheme=replace(state.plans[name].scheme, bits=8, sym=True),
+                )
+        return
+    explicit = state.target.explicit_zero
+    for name in members:
+        scheme = state.plans[name].scheme
+        if scheme.sym and (asymmetric or explicit):
+            state.note(
+                name, "symmetric written with zero points at the midpoint", scheme=replace(scheme, sym=False)
+            )
+        elif state.layers[name].scheme.sym and _claims_asymmetric(name, state):
+            state.note(name, "zero points all at the midpoint: written as symmetric")
+
+
+def _claims_asymmetric(name: str, state: State) -> bool:
+    claims = state.source.claims
+    claim = claims.for_module(name) if claims else None
+    return bool(claim and claim.sym is False)
+
+
+def shapes(state: State) -> None:
+    """Ask the layout itself; a shape it cannot hold leaves the layer in 16 bit, a scheme it cannot hold is refused."""
+    if state.target.layout is None:
+        return
+    layout = formats.get(state.target.layout)
+    for name, plan in list(state.plans.items()):
+        if plan.action == "dense":
+            continue
+        overflow = state.layers[name].zeros.overflow and plan.action == "pack" and not plan.scheme.sym
+        obstacle = layout.obstacle(plan.scheme)
+        if overflow:
+            _check_overflow(name, state)
+        elif obstacle is None:
+            continue
+        elif obstacle.is_shape:
+            state.leave(
+                name,
+                f"{obstacle.rule}: {state.target.name} wants {obstacle.expected}, found {obstacle.found}",
+            )
+        else:
+            ways = " or ".join(f"`--to {t}`" for t in obstacle.targets)
+            state.problems.append(
+                Refused(
+                    f"{state.target.name} cannot hold a layer: {obstacle.rule}",
+                    code="target-cannot-carry",
+                    where=name,
+                    expected=obstacle.expected,
+                    found=obstacle.found,
+                    hint=f"{ways} can" if ways else None,
+                )
+            )
+
+
+def _check_overflow(name: str, state: State) -> None:
+    layer = state.layers[name]
+    tensors = {s: state.source.checkpoint.read(t.name) for s, t in layer.small().items()}
+    decoded = layer.module.decode_params(tensors, layer.scheme, layer.zeros.kind)
+    try:
+        params.check_representable(decoded, state.plans[name].scheme, name)
+    except W4PackError as err:
+        state.problems.append(err)
+
+
+def equalise(state: State) -> None:
+    """Portable targets: engines fuse q/k/v and gate/up, so where one part stays in 16 bit its siblings do too."""
+    if state.target.layout is None or state.target.order:
+        return
+    for fused in families.fused_sets(state.plans):
+        left = [n for n in fused.members if state.plans[n].action == "dense"]
+        if fused.kind != "experts" and left and len(left) < len(fused.members):
+            for name in fused.members:
+                if name not in left:
+                    state.leave(name, f"fused with {left[0]}, which stays in 16 bit")
+
+
+def one_scheme(state: State) -> None:
+    """Targets whose config has one group size for all: split every layer to a common one, which is exact."""
+    if not state.target.one_scheme:
+        return
+    packed = [p for p in state.packed() if p.action == "pack"]
+    size = common_group((p.scheme.in_features, p.scheme.group_size) for p in packed) if packed else None
+    if packed and (size is None or (state.target.groups is not None and size not in state.target.groups)):
+        kinds = sorted({p.scheme.label() for p in packed})
+        state.problems.append(
+            Refused(
+                f"{state.target.name} has one group size for the whole model",
+                code="mixed-groups",
+                where=packed[0].source,
+                expected="groups that can be split to one size",
+                found=name_some(kinds),
+                hint="`--to compressed-tensors` or `--to marlin` holds mixed schemes",
+            )
+        )
+        return
+    for plan in packed:
+        if size is not None and plan.scheme.group_size != size:
+            state.note(
+                plan.source,
+                f"groups of {plan.scheme.group_size} split to {size}",
+                scheme=replace(plan.scheme, group_size=size),
+            )
+
+
+def expressible(state: State) -> None:
+    """AWQ names what it leaves out by substrings: refuse a plain layer whose name is part of a quantized one's."""
+    if state.target.name != "awq" or state.problems:
+        return
+    packed = {p.source: p.scheme for p in state.packed()}
+    plain = [
+        n.removesuffix(".weight")
+        for n, d in state.dense.items()
+        if n.endswith(".weight") and len(d.shape) == 2
+    ]
+    model = dialects.TargetModel(packed, tuple(plain), {}, {}, "")
+    for name in dialects.get("awq").clashes(model):
+        if not families.is_router(name):
+            state.problems.append(
+                Refused(
+                    "an awq config cannot leave out this layer without leaving out another",
+                    code="name-clash",
+                    where=name,
+                    expected="a name that is part of no quantized layer's name",
+                    found="a list that engines match by substring",
+                    hint="`--to compressed-tensors` names layers exactly",
+                )
+            )
