@@ -233,8 +233,8 @@ RULES = (
         "none in a stock engine", whole=_rotation, methods=("gptq", "awq"),
     ),
     Rule(
-        "transformers.sparsity", "wrong", "sparsity_config", "the key is ignored: sparse tensors have other names",
-        "no target keeps the sparsity", whole=vllm.sparsity, methods=("compressed-tensors",), run=True,
+        "transformers.sparsity", "wrong", "sparsity_config", "the key is ignored: sparse tensors "
+        "have other names", "no target keeps the sparsity", whole=vllm.sparsity, methods=("compressed-tensors",), run=True,
     ),
     Rule(
         "transformers.actorder", "refuses", "actorder", "compressed-tensors 0.20 has no activation ordering",

@@ -129,6 +129,16 @@ def _rotation(model: Model, tp: int) -> Iterator[Finding]:
     return checks.present(model, "rotation", "rotation_config", "spinquant_config")
 
 
+def _transform_split(model: Model, tp: int) -> Iterator[Finding]:
+    if tp > 1:
+        yield from checks.run_time_transforms(model)
+
+
+def _transform(model: Model, tp: int) -> Iterator[Finding]:
+    if tp == 1:
+        yield from checks.run_time_transforms(model)
+
+
 def _map_dropped(model: Model, kind: Kind, tp: int) -> Hit:
     if kind.layer.layout == "compressed-tensors" or not checks.real_order(kind) or kind.label.desc_act:
         return None
@@ -285,8 +295,8 @@ RULES = (
         whole=_method,
     ),
     Rule(
-        "vllm.extra-file", "refuses", "files", "without an index every *.safetensors is loaded; its "
-        "tensors have no parameter", "convert: copies the model's files only", whole=_extra_file, run=True,
+        "vllm.extra-file", "refuses", "files", "without an index every *.safetensors is "
+        "loaded; its tensors have no parameter", "convert: copies the model's files only", whole=_extra_file, run=True,
     ),
     Rule(
         "vllm.gptq-keys", "refuses", "bits, group_size, desc_act, sym", "a missing key is an error",
@@ -339,6 +349,14 @@ RULES = (
         "vllm.rotation", "wrong", "rotation, rotation_config, spinquant_config",
         "the key is ignored without a message; online transforms are missing", "none in a stock engine",
         whole=_rotation, run=True,
+    ),
+    Rule(
+        "vllm.transform-split", "refuses", "transform_config", "online transforms run on one GPU only", "TP 1",
+        whole=_transform_split, methods=("compressed-tensors",),
+    ),
+    Rule(
+        "vllm.transform", "note", "transform_config", "the engine applies the transforms at run time",
+        "none: no target of a stock engine carries them", whole=_transform, methods=("compressed-tensors",),
     ),
     Rule(
         "vllm.heads", "refuses", "attention heads", "heads cannot be split unevenly", "lower TP",

@@ -120,6 +120,17 @@ VLLM = (
     ),
     Case("vllm.rotation", gptq(rotation="hadamard"), gptq(rotation=None)),
     Case(
+        "vllm.transform-split",
+        ct(quant=compressed() | {"transform_config": ROTATED}),
+        ct(quant=compressed() | {"transform_config": FOLDED}),
+        tp=2,
+    ),
+    Case(
+        "vllm.transform",
+        ct(quant=compressed() | {"transform_config": ROTATED}),
+        ct(quant=compressed() | {"transform_config": FOLDED}),
+    ),
+    Case(
         "vllm.heads",
         gptq(config=CONFIG | NARROW),
         gptq(config=CONFIG | NARROW | {"num_attention_heads": 8}),
