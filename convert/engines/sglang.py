@@ -233,8 +233,8 @@ RULES = (
         "convert --to awq", test=_awq_zero_point, methods=("awq",),
     ),
     Rule(
-        "sglang.shape-tile", "refuses", "K and N per rank", "dense linears are not padded: the repack "
-        "kernel fails", "--to awq (falls back to another kernel), --pad-for-tp for the MLP, lower TP",
+        "sglang.shape-tile", "refuses", "K and N per rank", "dense linears are not padded: the repack kernel "
+        "fails", "--to awq (falls back to another kernel), --pad-for-tp for the MLP, lower TP",
         test=_gptq_shape, methods=("gptq", "compressed-tensors", "auto-round"),
     ),
     Rule(

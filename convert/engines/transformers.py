@@ -201,8 +201,8 @@ RULES = (
         "linears", "convert --to gptq writes both files", whole=checks.settings_file, run=True,
     ),
     Rule(
-        "transformers.method", "wrong", "quant_method", "an unknown method is skipped with a warning: "
-        "random linears", "convert --to gptq, awq or compressed-tensors", whole=_method, run=True,
+        "transformers.method", "wrong", "quant_method", "an unknown method is skipped with a warning: random "
+        "linears", "convert --to gptq, awq or compressed-tensors", whole=_method, run=True,
     ),
     Rule(
         "transformers.artifact", "refuses", "quant_method", "the artifact needs w4pack's runtime",
@@ -217,8 +217,8 @@ RULES = (
         "convert: writes usual names", whole=_weight_files, run=True,
     ),
     Rule(
-        "transformers.gptq-format", "refuses", "checkpoint_format", "unknown format",
-        "convert --to gptq", whole=_gptq_format, methods=("gptq",), run=True,
+        "transformers.gptq-format", "refuses", "checkpoint_format", "unknown format", "convert --to gptq",
+        whole=_gptq_format, methods=("gptq",), run=True,
     ),
     Rule(
         "transformers.awq-version", "refuses", "version", "invalid format", "convert --to awq",
@@ -233,8 +233,9 @@ RULES = (
         "none in a stock engine", whole=_rotation, methods=("gptq", "awq"),
     ),
     Rule(
-        "transformers.sparsity", "wrong", "sparsity_config", "the key is ignored: sparse tensors "
-        "have other names", "no target keeps the sparsity", whole=vllm.sparsity, methods=("compressed-tensors",), run=True,
+        "transformers.sparsity", "wrong", "sparsity_config", "the key is ignored: sparse tensors have other "
+        "names", "no target keeps the sparsity", whole=vllm.sparsity, methods=("compressed-tensors",),
+        run=True,
     ),
     Rule(
         "transformers.actorder", "refuses", "actorder", "compressed-tensors 0.20 has no activation ordering",

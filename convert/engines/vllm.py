@@ -295,8 +295,8 @@ RULES = (
         whole=_method,
     ),
     Rule(
-        "vllm.extra-file", "refuses", "files", "without an index every *.safetensors is "
-        "loaded; its tensors have no parameter", "convert: copies the model's files only", whole=_extra_file, run=True,
+        "vllm.extra-file", "refuses", "files", "without an index every *.safetensors is loaded; its tensors "
+        "have no parameter", "convert: copies the model's files only", whole=_extra_file, run=True,
     ),
     Rule(
         "vllm.gptq-keys", "refuses", "bits, group_size, desc_act, sym", "a missing key is an error",
@@ -351,8 +351,8 @@ RULES = (
         whole=_rotation, run=True,
     ),
     Rule(
-        "vllm.transform-split", "refuses", "transform_config", "online transforms run on one GPU only", "TP 1",
-        whole=_transform_split, methods=("compressed-tensors",),
+        "vllm.transform-split", "refuses", "transform_config", "online transforms run on one GPU only",
+        "TP 1", whole=_transform_split, methods=("compressed-tensors",),
     ),
     Rule(
         "vllm.transform", "note", "transform_config", "the engine applies the transforms at run time",
@@ -382,8 +382,8 @@ RULES = (
         methods=("awq", "compressed-tensors", "auto-round"),
     ),
     Rule(
-        "vllm.layout", "refuses", "tensor layout", "tensors have no parameter, or another shape (labels "
-        "such as `version` and `checkpoint_format` are not read)", "convert --to awq or gptq", test=_layout,
+        "vllm.layout", "refuses", "tensor layout", "tensors have no parameter, or another shape (labels such "
+        "as `version` and `checkpoint_format` are not read)", "convert --to awq or gptq", test=_layout,
         run=True,
     ),
     Rule(
@@ -435,9 +435,9 @@ RULES = (
         "convert --to awq splits groups", test=_awq_group, methods=("awq", "auto-round"),
     ),
     Rule(
-        "vllm.awq-group-odd", "refuses", "group_size", "the old AWQ kernel wants multiples of 32, at "
-        "the first call", "--to compressed-tensors in float16",
-        test=_awq_group_odd, methods=("awq", "auto-round"),
+        "vllm.awq-group-odd", "refuses", "group_size", "the old AWQ kernel wants multiples of 32, at the "
+        "first call", "--to compressed-tensors in float16", test=_awq_group_odd,
+        methods=("awq", "auto-round"),
     ),
     Rule(
         "vllm.no-kernel", "refuses", "bits, zeros, group, shape per rank, dtype",
