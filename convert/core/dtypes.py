@@ -4,10 +4,13 @@ numpy has no bfloat16, so such tensors are carried as their 16-bit patterns (``u
 ``BF16``. Every conversion here is exact or rounds once, to nearest even.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-# tag -> (bits per element, numpy dtype that carries the bytes). Types without a numpy twin travel as raw bytes.
+# tag -> (bits per element, numpy dtype that carries the bytes). Types without a numpy twin travel as raw
+# bytes.
 DTYPES: dict[str, tuple[int, str]] = {
     "BOOL": (8, "<u1"),
     "U8": (8, "<u1"),
@@ -33,22 +36,24 @@ DTYPES: dict[str, tuple[int, str]] = {
 FLOAT_TAGS = ("F16", "BF16", "F32")
 TORCH_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 TAG_OF_NAME = {name: tag for tag, name in TORCH_NAMES.items()}
+EXPONENTS = {"F16": np.uint16(0x7C00), "BF16": np.uint16(0x7F80)}  # all ones: NaN or infinity
 
 
-def numpy_dtype(tag: str) -> np.dtype:
+def numpy_dtype(tag: str) -> np.dtype[Any]:
     """Return the numpy dtype that carries the bytes of a tensor tagged ``tag``."""
     return np.dtype(DTYPES[tag][1])
 
 
-def to_f32(values: NDArray, tag: str) -> NDArray[np.float32]:
+def to_f32(values: NDArray[Any], tag: str) -> NDArray[np.float32]:
     """Widen to float32. Exact for F16, BF16 and F32."""
     if tag == "BF16":
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        wide: NDArray[np.float32] = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return wide
     return values.astype(np.float32)
 
 
-def from_f32(values: NDArray[np.float32], tag: str) -> NDArray:
-    """Round float32 once, to nearest even, into the carrier of ``tag``. Overflow gives infinity, as IEEE does."""
+def from_f32(values: NDArray[np.float32], tag: str) -> NDArray[Any]:
+    """Round float32 once, to nearest even, into the carrier of ``tag``. Overflow gives infinity (IEEE)."""
     if tag == "F32":
         return values.astype(np.float32)
     if tag == "F16":
@@ -57,13 +62,14 @@ def from_f32(values: NDArray[np.float32], tag: str) -> NDArray:
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.where(nan, np.uint32(0x7FC0), rounded).astype(np.uint16)
+    made: NDArray[np.uint16] = np.where(nan, np.uint32(0x7FC0), rounded).astype(np.uint16)
+    return made
 
 
-def nonfinite(values: NDArray, tag: str) -> NDArray[np.bool_]:
+def nonfinite(values: NDArray[Any], tag: str) -> NDArray[np.bool_]:
     """Mark NaN and infinity. Works on the bits, so it never warns."""
-    if tag == "BF16":
-        return (values & np.uint16(0x7F80)) == np.uint16(0x7F80)
-    if tag == "F16":
-        return (values.view(np.uint16) & np.uint16(0x7C00)) == np.uint16(0x7C00)
-    return ~np.isfinite(values)
+    if tag not in EXPONENTS:
+        marks: NDArray[np.bool_] = ~np.isfinite(values)
+    else:
+        marks = (values.view(np.uint16) & EXPONENTS[tag]) == EXPONENTS[tag]
+    return marks

@@ -50,7 +50,7 @@ class DenseFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Warning_:
+class Warning_:  # noqa: N801 - the plain name is a builtin
     """One disagreement or oddity. ``code`` is a stable slug; the text is made from the fields."""
 
     code: str

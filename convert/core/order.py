@@ -17,7 +17,8 @@ def natural_group(rows: int, group_size: int) -> NDArray[np.int32]:
     """Return the map of rows in natural order: k // group_size, all 0 for one group."""
     if group_size == ONE_GROUP:
         return np.zeros(rows, np.int32)
-    return (np.arange(rows, dtype=np.int32) // np.int32(group_size)).astype(np.int32)
+    group: NDArray[np.int32] = np.arange(rows, dtype=np.int32) // np.int32(group_size)
+    return group
 
 
 def natural_map(scheme: QuantScheme) -> NDArray[np.int32]:
@@ -48,9 +49,9 @@ def checked_map(stored: NDArray[Any], rows: int, groups: int, where: str) -> NDA
         raise SourceError(
             "a group map names a group that does not exist",
             code="g-idx-range",
-            where=f"{where}, row {bad[0]}",
+            where=where,
             expected=f"groups 0 to {groups - 1}",
-            found=f"{stored[bad[0]]} ({bad.size} such rows)",
+            found=f"{stored[bad[0]]} at row {bad[0]} ({bad.size} such rows)",
         )
     return np.where(stored < 0, stored + groups, stored).astype(np.int32)
 

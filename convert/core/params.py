@@ -1,10 +1,12 @@
 """Group parameters of an output layer from those of its source: gather, never recompute.
 
-One rule covers dropping a trivial order, re-ordering block-constant groups, splitting and merging groups, sorting
-rows and permuting columns: output group b takes the scale row of the source group that its first row belongs to.
+One rule covers dropping a trivial order, re-ordering block-constant groups, splitting and merging groups,
+sorting rows and permuting columns: output group b takes the scale row of the source group that its first row
+belongs to.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +24,8 @@ PADDING = -1  # in a row or column map: an element that the source does not have
 class Reorder:
     """How output rows and columns are taken from the source's natural order.
 
-    rows  (K_out,) int32 source row of each output row, PADDING where there is none; None: identity, cut or padded
+    rows  (K_out,) int32 source row of each output row, PADDING where there is none; None: identity, cut or
+          padded
     cols  (N_out,) int32 source column of each output column, likewise
     """
 
@@ -34,7 +37,7 @@ NO_REORDER = Reorder(None, None)
 
 
 def index_map(explicit: NDArray[np.int32] | None, size: int, available: int) -> NDArray[np.int32]:
-    """Return the full map of ``size`` entries for an explicit or an identity map over ``available`` elements."""
+    """Return the map of ``size`` entries: the explicit one, or identity over ``available`` elements."""
     if explicit is not None:
         return explicit
     index = np.arange(size, dtype=np.int32)
@@ -48,12 +51,10 @@ def _source_group_of(
     src_group: NDArray[np.int32],
     rows: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """Return for each output group the source group of its first real row, PADDING for groups of padding only."""
+    """Return for each output group the source group of its first real row, PADDING where it has none."""
     groups = natural_group(out.in_features, out.group_size) if out_group is None else out_group
     result = np.full(out.groups, PADDING, np.int32)
-    real = np.flatnonzero(rows != PADDING)[
-        ::-1
-    ]  # backwards, so that the first row of a group is written last
+    real = np.flatnonzero(rows != PADDING)[::-1]  # backwards: the first row of a group is written last
     result[groups[real]] = src_group[rows[real]]
     return result
 
@@ -65,7 +66,7 @@ def transform(
     reorder: Reorder,
     out_group: NDArray[np.int32] | None = None,
 ) -> GroupParams:
-    """Gather scales and zeros for an output scheme. Bit-exact: no value is recomputed but the widening to 8 bit.
+    """Gather scales and zeros for an output scheme. Bit-exact: nothing is recomputed but to widen to 8 bit.
 
     params     of the source, natural order; ``group`` may be None
     out_group  (K_out,) group map of the output, for outputs that keep a map; None: natural
@@ -88,8 +89,10 @@ def transform(
     return GroupParams(convert_scales(scales, source.scale_dtype, out.scale_dtype), zeros, out_group)
 
 
-def _gather(values: NDArray, rows: NDArray[np.int32], cols: NDArray[np.int32], fill: int) -> NDArray:
-    """Return ``values[rows][:, cols]``, with ``fill`` where an index is PADDING. No copy for identity maps."""
+def _gather(
+    values: NDArray[Any], rows: NDArray[np.int32], cols: NDArray[np.int32], fill: int
+) -> NDArray[Any]:
+    """Return ``values[rows][:, cols]``, ``fill`` where an index is PADDING. No copy for identity maps."""
     if np.array_equal(rows, np.arange(values.shape[0])) and np.array_equal(cols, np.arange(values.shape[1])):
         return values
     out = values[rows][:, cols]
@@ -98,23 +101,21 @@ def _gather(values: NDArray, rows: NDArray[np.int32], cols: NDArray[np.int32], f
     return out
 
 
-def convert_scales(scales: NDArray, source_tag: str, tag: str) -> NDArray:
-    """Change the dtype of scales with at most one rounding. Exactness is decided by ``exact_in`` while planning."""
+def convert_scales(scales: NDArray[Any], source_tag: str, tag: str) -> NDArray[Any]:
+    """Change the dtype of scales with at most one rounding. ``exact_in`` says beforehand if it is none."""
     if source_tag == tag:
         return scales
-    if source_tag == "F32" or tag == "F32" or tag != source_tag:
-        return dtypes.from_f32(dtypes.to_f32(scales, source_tag), tag)
-    return scales
+    return dtypes.from_f32(dtypes.to_f32(scales, source_tag), tag)
 
 
-def exact_in(scales: NDArray, source_tag: str, tag: str) -> bool:
+def exact_in(scales: NDArray[Any], source_tag: str, tag: str) -> bool:
     """Tell whether every scale survives a change of dtype bit for bit."""
     wide = dtypes.to_f32(scales, source_tag)
     back = dtypes.to_f32(dtypes.from_f32(wide, tag), tag)
     return bool(np.array_equal(wide.view(np.uint32), back.view(np.uint32)))
 
 
-def first_inexact(scales: NDArray, source_tag: str, tag: str) -> tuple[int, int, float]:
+def first_inexact(scales: NDArray[Any], source_tag: str, tag: str) -> tuple[int, int, float]:
     """Return (group, column, value) of the first scale that ``tag`` cannot hold."""
     wide = dtypes.to_f32(scales, source_tag)
     back = dtypes.to_f32(dtypes.from_f32(wide, tag), tag)
@@ -123,7 +124,7 @@ def first_inexact(scales: NDArray, source_tag: str, tag: str) -> tuple[int, int,
     return row, col, float(wide[row, col])
 
 
-def rounding_loses_a_scale(scales: NDArray, source_tag: str, tag: str) -> bool:
+def rounding_loses_a_scale(scales: NDArray[Any], source_tag: str, tag: str) -> bool:
     """Tell whether rounding would turn a finite, non-zero scale into zero or infinity."""
     wide = dtypes.to_f32(scales, source_tag)
     back = dtypes.to_f32(dtypes.from_f32(wide, tag), tag)
@@ -131,7 +132,7 @@ def rounding_loses_a_scale(scales: NDArray, source_tag: str, tag: str) -> bool:
 
 
 def check_representable(params: GroupParams, scheme: QuantScheme, where: str) -> None:
-    """Raise Refused if a zero point does not fit the field of ``scheme`` (16 in 4 bit, from a nibble reading)."""
+    """Raise Refused if a zero point does not fit ``scheme``'s field (16 in 4 bit, from a nibble reading)."""
     if params.zeros is not None and int(params.zeros.max(initial=0)) >= 1 << scheme.bits:
         raise Refused(
             f"a zero point of {int(params.zeros.max())} fits no {scheme.bits} bit field",

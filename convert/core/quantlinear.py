@@ -12,6 +12,7 @@ columns; ``GroupParams`` are small and handled whole.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ class GroupParams:
     group   (K,)    int32, or None: row k belongs to group k // group_size
     """
 
-    scales: NDArray
+    scales: NDArray[Any]
     zeros: NDArray[np.uint8] | None
     group: NDArray[np.int32] | None
 

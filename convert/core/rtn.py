@@ -1,9 +1,10 @@
 """Round-to-nearest quantization of a matrix with a search for the clipping that loses least.
 
-Used where a layer's order cannot be kept and the user asked for it (``--regroup``): lossy, measured, reported.
+Used where a layer's order cannot be kept and the user asks for it (``--regroup``): lossy, measured, reported.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ class RtnResult:
     """
 
     codes: NDArray[np.uint8]
-    scales: NDArray
+    scales: NDArray[Any]
     zeros: NDArray[np.uint8] | None
     squared_error: float
     squared_norm: float
@@ -58,7 +59,7 @@ def _round_group(
 def _best_grid(
     weights: NDArray[np.float32], scheme: QuantScheme
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]]:
-    """Search the clip ratio per column of one group (g, N): smallest squared error wins, the first on a tie."""
+    """Search the clip ratio per column of one group (g, N): least squared error wins, the first on a tie."""
     levels = (1 << scheme.bits) - 1
     low, high = weights.min(axis=0), weights.max(axis=0)
     best_error = np.full(weights.shape[1], np.inf)
@@ -76,7 +77,10 @@ def _best_grid(
 
 
 def quantize(weights: NDArray[np.float32], scheme: QuantScheme) -> RtnResult:
-    """Quantize ``weights`` (K, N) float32 in natural row order. Scales are rounded to their dtype before codes are chosen."""
+    """Quantize ``weights`` (K, N) float32 in natural row order.
+
+    Scales are rounded to their dtype before codes are chosen.
+    """
     groups = natural_group(weights.shape[0], scheme.group_size)
     codes = np.empty(weights.shape, np.uint8)
     scales = np.empty((scheme.groups, weights.shape[1]), np.float32)

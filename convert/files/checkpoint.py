@@ -5,8 +5,9 @@ model; it never decides what the tensors mean. Reads after that are at offsets, 
 memory but that of the result.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +15,7 @@ from w4pack.convert.core.facts import Warning_
 from w4pack.convert.errors import SourceError, name_some
 from w4pack.convert.files.jsonfile import read_object, refuse_nonfinite
 from w4pack.convert.files.sidefiles import sort_files
-from w4pack.convert.files.store import Blob, Store
+from w4pack.convert.files.store import Blob, Store, chunks
 from w4pack.convert.files.tensorfile import Header, TensorInfo, natural_order, read_header
 from w4pack.convert.files.weightset import WeightSet, choose
 
@@ -99,6 +100,10 @@ class Checkpoint:
     def read_into(self, info: TensorInfo, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with bytes of a tensor, from ``byte_offset`` of the tensor on. Thread-safe."""
         self.headers[info.file].read_into(info, byte_offset, buffer)
+
+    def chunks(self, info: TensorInfo) -> Iterator[tuple[int, bytearray]]:
+        """Read a tensor a few MiB at a time. Yields (offset in the tensor, bytes)."""
+        return chunks(partial(self.read_into, info), info.nbytes)
 
     def read(self, name: str) -> "NDArray[Any]":
         """Return a whole tensor in the carrier dtype of ``core.dtypes``, shape kept.

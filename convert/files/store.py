@@ -3,8 +3,11 @@
 Nothing above this module knows whether a read is a ``pread`` or an HTTP range request.
 """
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
+
+CHUNK = 4 << 20  # bytes read at a time of a file or tensor that goes by whole: stays in L3
 
 
 class Blob(Protocol):
@@ -39,3 +42,19 @@ class Store(Protocol):
     def close(self) -> None:
         """Close all files."""
         ...
+
+
+def chunks(read_into: Callable[[int, memoryview], None], size: int) -> Iterator[tuple[int, bytearray]]:
+    """Read ``size`` bytes by ``read_into(offset, buffer)``, a few MiB at a time. Yields (offset, data)."""
+    for offset in range(0, size, CHUNK):
+        data = bytearray(min(CHUNK, size - offset))
+        read_into(offset, memoryview(data))
+        yield offset, data
+
+
+def digest(parts: Iterable[tuple[int, bytearray]]) -> str:
+    """Return the sha256 of what ``chunks`` yields."""
+    sha = hashlib.sha256()
+    for _, data in parts:
+        sha.update(data)
+    return sha.hexdigest()

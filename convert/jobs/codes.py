@@ -1,12 +1,13 @@
-"""Codes of a layer, block by block: read from any layout, re-ordered, padded, widened, ready for any other layout.
+"""Codes of a layer, block by block: read from any layout, re-ordered, padded, widened, ready for any other.
 
-A block is a rectangle of output rows (K) and columns (N). The common case, natural order and no padding, is one
-read, one unpack (often a view) and one pack; everything else costs only where it is needed.
+A block is a rectangle of output rows (K) and columns (N). The common case, natural order and no padding, is
+one read, one unpack (often a view) and one pack; everything else costs only where it is needed.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from w4pack.convert.source.detect import SourceLayer
 
 BLOCK_CODES = (
     8 << 20
-)  # codes per block: 4 MiB packed at 4 bit, large enough for the disk, small enough to stay flat
+)  # per block: 4 MiB packed at 4 bit, large enough for the disk, small enough to stay flat
 NARROW = 2048  # columns per block where source and target run along different axes: runs of at least a page
 
 Index = slice | NDArray[np.int32]
@@ -39,7 +40,7 @@ class Block:
 
 
 class CodeReader:
-    """Reads canonical words of one source layer for any natural rows and columns. Safe to use from several threads.
+    """Reads canonical words of one source layer for any natural rows and columns. Safe in threads.
 
     ``place`` maps a natural row to the row where the file stores it, for layouts that store rows sorted.
     """
@@ -141,8 +142,8 @@ class CodeMap:
             return self.reader.words(rows, cols)
         return self._padded(block, rows, cols)
 
-    def stored(self, block: Block) -> NDArray | None:
-        """Return the block as the file stores it if its codes are used as they are, else None: for direct repacking."""
+    def stored(self, block: Block) -> NDArray[Any] | None:
+        """Return the block as the file stores it if codes are used as they are, else None: to repack directly."""
         scheme, grid = self.reader.layer.scheme, self.reader.grid
         inside = block.k1 <= scheme.in_features and block.n1 <= scheme.out_features
         plain = (
@@ -178,10 +179,10 @@ class CodeMap:
     def _moved(self, codes: NDArray[np.uint8], rows: Index, cols: Index, block: Block) -> NDArray[np.uint8]:
         """Move zero points into the codes, or out of them again."""
         if self.moved is not None:
-            return codes + np.uint8(128) - _zeros_of(self.moved, self.reader.layer.scheme, rows, cols)
-        if self.restored is not None:
+            codes = codes + np.uint8(128) - _zeros_of(self.moved, self.reader.layer.scheme, rows, cols)
+        elif self.restored is not None:
             here = _zeros_of(self.restored, self.out, slice(block.k0, block.k1), slice(block.n0, block.n1))
-            return codes + here - np.uint8(128)
+            codes = codes + here - np.uint8(128)
         return codes
 
 
@@ -200,7 +201,7 @@ def _range(index: NDArray[np.int32] | None, start: int, stop: int, size: int) ->
 
 
 def _length(index: Index) -> int:
-    return index.stop - index.start if isinstance(index, slice) else index.shape[0]
+    return int(index.stop - index.start) if isinstance(index, slice) else index.shape[0]
 
 
 def _has_padding(index: Index) -> bool:
@@ -215,7 +216,8 @@ def _real(index: Index) -> tuple[Index, Index]:
     return index[at], at
 
 
-def _cross(rows: Index, cols: Index) -> tuple[object, object]:
+def _cross(rows: Index, cols: Index) -> tuple[Any, ...]:
+    """Return the index of the elements at every pair of ``rows`` and ``cols``."""
     if isinstance(rows, slice) or isinstance(cols, slice):
         return rows, cols
     return np.ix_(rows, cols)
@@ -226,7 +228,8 @@ def blocks(
 ) -> Iterator[Block]:
     """Divide K x N (padding included) into blocks that start at units of both grids.
 
-    ``codes`` is the size aimed at. A re-ordered axis is spanned whole where the source runs across it: each stored row is then read once.
+    ``codes`` is the size aimed at. A re-ordered axis is spanned whole where the source runs across it: each
+    stored row is then read once.
     """
     source = code_map.reader.grid
     k_step, n_step = lcm(source.k_unit, target.k_unit, 8), lcm(source.n_unit, target.n_unit)

@@ -1,17 +1,19 @@
 """One conversion from source to published output, and the report of it."""
 
+import hashlib
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from w4pack.convert.core.facts import Warning_
+from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import OutputError, Refused, SourceError
 from w4pack.convert.events import Quiet, Reporter, warning_fields
 from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.store import Blob, chunks, digest
 from w4pack.convert.jobs import execute, manifest, sidefiles, work
 from w4pack.convert.jobs.execute import Executor, StopFlag
 from w4pack.convert.jobs.layerjob import job_of
@@ -23,11 +25,13 @@ from w4pack.convert.planning.plan import Op, Plan, SourceFile, make_plan, planne
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import Source
 
-MEMORY = (
-    192 << 20
-)  # bytes above the imports that a conversion is planned to need at most (measured: benchmarks)
+MEMORY = 192 << 20  # bytes above the imports that a conversion needs at most (measured: benchmarks)
 HEAD_BYTES = 1 << 20  # bytes of a pickle that identify it without ``--strict``
 DISK_SLACK = 16 << 20  # bytes for manifest, journal and folders
+
+CardMaker = Callable[[Plan, Mapping[str, float]], str]  # plan, error of each re-quantized layer -> README.md
+OnPlan = Callable[[Plan, Sequence[Warning_], ModelFacts, Source], None]
+WriteRest = Callable[[Path, manifest.Written], None]  # staging folder, what was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,47 +119,27 @@ class ConvertRecipe:
 
 def hash_tensor(checkpoint: Checkpoint, name: str) -> str:
     """Return the sha256 of a source tensor's bytes."""
-    import hashlib
-
-    info = checkpoint.tensors[name]
-    sha = hashlib.sha256()
-    for offset in range(0, info.nbytes, 4 << 20):
-        data = bytearray(min(4 << 20, info.nbytes - offset))
-        checkpoint.read_into(info, offset, memoryview(data))
-        sha.update(data)
-    return sha.hexdigest()
+    return digest(checkpoint.chunks(checkpoint.tensors[name]))
 
 
 def source_files(checkpoint: Checkpoint, *, strict: bool) -> tuple[SourceFile, ...]:
-    """Identify the source's weight files: size, digest of the header, and the whole file's sha256 if ``strict``."""
+    """Identify the source's weight files: size, digest of the header, sha256 of the whole if ``strict``."""
     found = []
     for name in checkpoint.weight_files:
         blob = checkpoint.store.blob(name)
-        found.append(SourceFile(name, blob.size, header_digest(blob), _blob_digest(blob) if strict else None))
+        whole = digest(chunks(blob.read_into, blob.size)) if strict else None
+        found.append(SourceFile(name, blob.size, header_digest(blob), whole))
     return tuple(found)
 
 
-def header_digest(blob: Any) -> str:
+def header_digest(blob: Blob) -> str:
     """Return the sha256 of a file's first bytes: of a safetensors file, its whole header."""
-    import hashlib
-
     prefix = bytearray(min(8, blob.size))
     blob.read_into(0, memoryview(prefix))
     length = int.from_bytes(prefix, "little") if blob.name.endswith(".safetensors") else HEAD_BYTES
     head = bytearray(min(8 + length, blob.size))
     blob.read_into(0, memoryview(head))
     return hashlib.sha256(head).hexdigest()
-
-
-def _blob_digest(blob: Any) -> str:
-    import hashlib
-
-    sha = hashlib.sha256()
-    for offset in range(0, blob.size, 4 << 20):
-        data = bytearray(min(4 << 20, blob.size - offset))
-        blob.read_into(offset, memoryview(data))
-        sha.update(data)
-    return sha.hexdigest()
 
 
 def plan_conversion(
@@ -172,8 +156,8 @@ def convert_source(
     origin: Mapping[str, str] | None,
     running: Running,
     *,
-    card: Any = None,
-    on_plan: Any = None,
+    card: CardMaker | None = None,
+    on_plan: OnPlan | None = None,
 ) -> Report:
     """Plan, execute and publish.
 
@@ -199,45 +183,63 @@ def convert_source(
         running,
         lambda folder, done: _write_rest(folder, done, plan, source, card),
     )
+    _tell_nonfinite(written, running.reporter)
+    return Report(out, plan, warnings, time.monotonic() - started, _errors(written))
+
+
+def _tell_nonfinite(written: manifest.Written, reporter: Reporter) -> None:
     for name, report in written.reports.items():
         if report.get("nonfinite"):
-            running.reporter.event(
+            reporter.event(
                 "warning",
                 code="nonfinite",
                 where=name,
                 expected="finite values",
                 found=f"{report['nonfinite']} not finite",
-                text=f"{name}: {report['nonfinite']} values are not finite; copied as they are, `w4pack verify` reports them",
+                text=f"{name}: {report['nonfinite']} values are not finite; copied as they are, "
+                "`w4pack verify` reports them",
             )
-    errors = {n: float(r["relative_error"]) for n, r in written.reports.items() if "relative_error" in r}
-    return Report(out, plan, warnings, time.monotonic() - started, errors)
 
 
-def _write_rest(folder: Path, written: manifest.Written, plan: Plan, source: Source, card: Any) -> None:
+def _errors(written: manifest.Written) -> dict[str, float]:
+    """Return the relative error of each re-quantized layer."""
+    return {n: float(r["relative_error"]) for n, r in written.reports.items() if "relative_error" in r}
+
+
+def _write_rest(
+    folder: Path, written: manifest.Written, plan: Plan, source: Source, card: CardMaker | None
+) -> None:
     checkpoint = source.checkpoint
     original = manifest.of_store(checkpoint.store.read, checkpoint.store.files())
     value = manifest.build(plan, source, written, original)
     sidefiles.copy_side_files(checkpoint, folder)
-    errors = {n: r["relative_error"] for n, r in written.reports.items() if "relative_error" in r}
-    sidefiles.write_rest(folder, plan, source.config, value, card(plan, errors) if card else None)
+    text = card(plan, _errors(written)) if card else None
+    sidefiles.write_rest(folder, plan, source.config, value, text)
 
 
 def check_place(source: Source, out: Path, running: Running) -> None:
     """Raise OutputError if OUT cannot be where it is asked to be."""
-    root = getattr(source.checkpoint.store, "root", None)
-    if root is not None:
-        check_apart(Path(root), out)
+    folder = folder_of(source.checkpoint)
+    if folder is not None:
+        check_apart(folder, out)
     if not running.resume:
         check_free(out, overwrite=running.overwrite)
 
 
+def folder_of(checkpoint: Checkpoint) -> Path | None:
+    """Return the folder a checkpoint lies in, or None if it is read from elsewhere."""
+    root = getattr(checkpoint.store, "root", None)
+    return None if root is None else Path(root)
+
+
 def finished_before(out: Path, plan: Plan) -> bool:
-    """Tell whether OUT is already the published result of this plan; its staging folder, if left, is removed."""
+    """Tell whether OUT is already the published result of this plan; a staging folder left is removed."""
     staging = Staging(out)
     if staging.out.exists() or not (out / manifest.NAME).is_file():
         return False
     if manifest.load(out).get("plan") != plan.digest:
         return False
+    staging.remove_old()
     shutil.rmtree(staging.root, ignore_errors=True)
     return True
 
@@ -264,9 +266,9 @@ def check_disk(plan: Plan, staging: Staging) -> None:
 
 
 def run_plan(
-    plan: Plan, recipe: work.Recipe, out: Path, running: Running, write_rest: Any
+    plan: Plan, recipe: work.Recipe, out: Path, running: Running, write_rest: WriteRest
 ) -> manifest.Written:
-    """Execute a plan in the staging folder and publish it. ``write_rest(folder, written)`` adds the other files."""
+    """Execute a plan in the staging folder and publish it. ``write_rest`` adds the other files."""
     staging = Staging(out)
     check_disk(plan, staging)
     try:

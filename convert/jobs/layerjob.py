@@ -6,6 +6,7 @@ and neither knows a format.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +61,7 @@ def stored_place(checkpoint: Checkpoint, layer: SourceLayer) -> NDArray[np.int32
     return place
 
 
-def read_small(checkpoint: Checkpoint, layer: SourceLayer) -> dict[str, NDArray]:
+def read_small(checkpoint: Checkpoint, layer: SourceLayer) -> dict[str, NDArray[Any]]:
     """Read every tensor of a layer but its codes and its order: local suffix -> array."""
     skip = (*ORDER_SUFFIXES, "act_perm")
     return {s: checkpoint.read(t.name) for s, t in layer.small().items() if s not in skip}

@@ -1,10 +1,11 @@
-"""The output's weight files while they are written: preallocated, written at planned offsets, hashed, synced."""
+"""The output's weight files in the making: preallocated, written at planned offsets, hashed, synced."""
 
 import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,17 +49,14 @@ class OutFiles:
         for fd in self._fds.values():
             os.close(fd)
 
-    def write(self, tensor: OutTensor, offset: int, data: NDArray) -> None:
+    def write(self, tensor: OutTensor, offset: int, data: NDArray[Any]) -> None:
         """Write contiguous bytes of a tensor from ``offset`` (bytes within the tensor) on."""
         with writing(self.folder / tensor.shard, self._needed):
             step()
-            write_all(
-                self._fds[tensor.shard],
-                memoryview(np.ascontiguousarray(data)).cast("B"),
-                tensor.offset + offset,
-            )
+            raw = np.ascontiguousarray(data).data.cast("B")
+            write_all(self._fds[tensor.shard], raw, tensor.offset + offset)
 
-    def write_rect(self, tensor: OutTensor, row: int, col: int, block: NDArray) -> None:
+    def write_rect(self, tensor: OutTensor, row: int, col: int, block: NDArray[Any]) -> None:
         """Write a rectangle of a 2-D tensor whose first element is (row, col)."""
         width = tensor.shape[1]
         size = block.dtype.itemsize
@@ -70,7 +68,7 @@ class OutFiles:
         with writing(self.folder / tensor.shard, self._needed):
             step()
             for i in range(block.shape[0]):
-                write_all(fd, memoryview(block[i]).cast("B"), start + i * width * size)
+                write_all(fd, block[i].data.cast("B"), start + i * width * size)
 
     def digest(self, tensor: OutTensor) -> str:
         """Return the sha256 of a tensor's bytes as they are in the file."""
@@ -85,7 +83,7 @@ class OutFiles:
 
 
 def digest_range(fd: int, offset: int, nbytes: int) -> str:
-    """Return the sha256 of ``nbytes`` bytes of an open file; a short file gives another digest, never an error."""
+    """Return the sha256 of ``nbytes`` bytes of an open file; a short file gives another one, never an error."""
     sha = hashlib.sha256()
     buffer = bytearray(min(HASH_CHUNK, nbytes))
     view = memoryview(buffer)

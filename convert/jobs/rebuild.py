@@ -116,7 +116,7 @@ def _columns_of(job: LayerJob) -> NDArray[np.int32] | None:
     return inverse(job.codes.cols, job.layer.scheme.out_features)
 
 
-def _kept(suffix: str, tag: str, real: NDArray, made: NDArray | None) -> KeptTensor:
+def _kept(suffix: str, tag: str, real: NDArray[Any], made: NDArray[Any] | None) -> KeptTensor:
     raw = np.ascontiguousarray(real).tobytes()
     equal = (
         made is not None
@@ -134,7 +134,7 @@ def rebuild_small(
     scheme: QuantScheme,
     order: NDArray[np.int32] | None,
     cols: NDArray[np.int32] | None,
-) -> dict[str, NDArray]:
+) -> dict[str, NDArray[Any]]:
     """Make the source's small tensors from the artifact's parameters (natural order).
 
     order  sorting that a fold applied to the rows, or None
@@ -147,11 +147,11 @@ def rebuild_small(
     natural = GroupParams(back.scales, back.zeros, group)
     if rec.layout == "gptq":
         kind = rec.zero_kind if rec.zero_kind in ("v1", "v1-nibble", "v2") else None
-        made: dict[str, NDArray] = layout.encode_params(
+        made: dict[str, NDArray[Any]] = layout.encode_params(
             natural, replace(rec.scheme, act_order=group is not None), kind
         )
         return made
-    plain: dict[str, NDArray] = layout.encode_params(
+    plain: dict[str, NDArray[Any]] = layout.encode_params(
         natural, replace(rec.scheme, act_order=group is not None and rec.layout == "marlin")
     )
     return plain
@@ -165,7 +165,7 @@ def inverse(index: NDArray[np.int32], size: int) -> NDArray[np.int32]:
     return back
 
 
-def pack_array(values: NDArray) -> str:
+def pack_array(values: NDArray[Any]) -> str:
     """Return an int32 array as text."""
     return base64.b64encode(zlib.compress(values.astype("<i4").tobytes(), 6)).decode()
 
@@ -196,7 +196,7 @@ def unpack_array(text: str, size: int) -> NDArray[np.int32]:
     return np.frombuffer(unpack_bytes(text, 4 * size, "w4pack.json"), "<i4").astype(np.int32)
 
 
-def kept_array(kept: KeptTensor, where: str) -> NDArray:
+def kept_array(kept: KeptTensor, where: str) -> NDArray[Any]:
     """Return a tensor that the manifest holds whole."""
     dtype = dtypes.numpy_dtype(kept.dtype)
     size = int(np.prod(kept.shape, dtype=np.int64)) * dtype.itemsize

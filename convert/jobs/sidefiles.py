@@ -1,4 +1,4 @@
-"""Everything of the output but its weights: side files, index, manifest, config.json, in an order that is safe.
+"""Everything of the output but its weights: side files, index, manifest, config.json, in a safe order.
 
 config.json comes last: a folder without it loads nowhere.
 """
@@ -11,18 +11,18 @@ from typing import Any
 
 from w4pack.convert.files import tensorfile
 from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.store import chunks
 from w4pack.convert.jobs import manifest
 from w4pack.convert.jobs.outfiles import digest_range
 from w4pack.convert.jobs.staging import step, write_all, write_file, writing
 from w4pack.convert.planning.plan import Plan, output_config
 
-COPY_CHUNK = 4 << 20
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"
 
 
 def copy_side_files(checkpoint: Checkpoint, out: Path, *, keep_card: bool = False) -> list[str]:
-    """Copy every side file byte for byte; the source's card gets out of the way of ours unless ``keep_card``."""
+    """Copy every side file byte for byte; the source's card makes way for ours unless ``keep_card``."""
     written = []
     for name in checkpoint.side_files:
         if name == manifest.NAME:
@@ -41,9 +41,7 @@ def copy_file(checkpoint: Checkpoint, name: str, path: Path) -> None:
         step()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            for offset in range(0, blob.size, COPY_CHUNK):
-                data = bytearray(min(COPY_CHUNK, blob.size - offset))
-                blob.read_into(offset, memoryview(data))
+            for offset, data in chunks(blob.read_into, blob.size):
                 write_all(fd, memoryview(data), offset)
             os.fsync(fd)
         finally:

@@ -125,6 +125,7 @@ class Staging:
             if not self.target.exists() and self.old.is_dir():
                 step()
                 self.old.rename(self.target)  # an overwrite died between its two renames
+            self.remove_old()
         found = self.root.is_dir()
         check_free(self.target, overwrite=overwrite or (resume and found and not self.out.exists()))
         with writing(self.root):
@@ -134,6 +135,12 @@ class Staging:
                 self._empty()
             self.out.mkdir(exist_ok=True)
         return found and resume and self.journal.is_file()
+
+    def remove_old(self) -> None:
+        """Remove what an overwrite moved aside, if a new OUT stands in its place."""
+        if self.old.is_dir() and self.target.exists():
+            step()
+            shutil.rmtree(self.old)
 
     def _take_lock(self) -> None:
         self._lock = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -167,9 +174,7 @@ class Staging:
             step()
             self.out.rename(self.target)
             sync_folder(self.target.parent)
-            if self.old.exists():
-                step()
-                shutil.rmtree(self.old)
+            self.remove_old()
             self.discard()
 
     def discard(self) -> None:

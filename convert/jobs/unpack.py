@@ -153,7 +153,7 @@ class UnpackRecipe:
             run.tasks = self._layer(op.source, out)
         return run
 
-    def _dense(self, item: Mapping[str, Any], target: OutTensor) -> NDArray:
+    def _dense(self, item: Mapping[str, Any], target: OutTensor) -> NDArray[Any]:
         order = self.unpacking.order_of(item["rows_from"])
         values = self.checkpoint.read(item["name"])
         rows = column_map(order, item["halves"], target.shape[0], values.shape[0])
@@ -165,7 +165,7 @@ class UnpackRecipe:
         small, code_map = self.parts(name)
         return work.pack_tasks(code_map, rec.layout, out, rec.name, small)
 
-    def parts(self, name: str) -> tuple[dict[str, NDArray], CodeMap]:
+    def parts(self, name: str) -> tuple[dict[str, NDArray[Any]], CodeMap]:
         """Return the source's small tensors and the map of its codes, from the artifact's layer ``name``."""
         rec = self.unpacking.layers[name]
         layer = self.unpacking.made.get(name)
@@ -185,7 +185,7 @@ class UnpackRecipe:
         layer: SourceLayer,
         order: NDArray[np.int32] | None,
         cols: NDArray[np.int32] | None,
-        small: Mapping[str, NDArray],
+        small: Mapping[str, NDArray[Any]],
     ) -> CodeMap:
         out = replace(rec.scheme, act_order=False)
         rows = inverse(order, out.in_features) if order is not None else None

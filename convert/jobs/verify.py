@@ -4,7 +4,8 @@ Comparing with a source does not repeat the packing: the output is decoded by it
 own, and the two meet as codes, zero points, scales and group maps.
 """
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +37,6 @@ from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import DetectOptions, Source, SourceLayer, read_source
 
 ERROR_TOLERANCE = 1e-6  # relative; between the error a conversion reported and the one measured again
-CHUNK = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,6 @@ def check_output(checkpoint: Checkpoint, value: Mapping[str, Any], threads: int)
 
 
 def _check_tensor(checkpoint: Checkpoint, info: TensorInfo, wanted: Mapping[str, Any]) -> list[Failure]:
-    import hashlib
-
     if info.dtype != wanted["dtype"] or list(info.shape) != wanted["shape"]:
         return [
             Failure(
@@ -96,12 +94,13 @@ def _check_tensor(checkpoint: Checkpoint, info: TensorInfo, wanted: Mapping[str,
             )
         ]
     sha, bad, first = hashlib.sha256(), 0, None
-    for offset, data in _chunks(checkpoint, info):
+    for offset, data in checkpoint.chunks(info):
         sha.update(data)
         if info.dtype in dtypes.FLOAT_TAGS:
-            marks = np.flatnonzero(dtypes.nonfinite(data.view(dtypes.numpy_dtype(info.dtype)), info.dtype))
+            item = dtypes.numpy_dtype(info.dtype)
+            marks = np.flatnonzero(dtypes.nonfinite(np.frombuffer(data, item), info.dtype))
             if marks.size and first is None:
-                first = offset // dtypes.numpy_dtype(info.dtype).itemsize + int(marks[0])
+                first = offset // item.itemsize + int(marks[0])
             bad += marks.size
     failures = []
     if sha.hexdigest() != wanted["sha256"]:
@@ -114,14 +113,7 @@ def _check_tensor(checkpoint: Checkpoint, info: TensorInfo, wanted: Mapping[str,
     return failures
 
 
-def _chunks(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    for offset in range(0, info.nbytes, CHUNK):
-        data = np.empty(min(CHUNK, info.nbytes - offset), np.uint8)
-        checkpoint.read_into(info, offset, memoryview(data))
-        yield offset, data
-
-
-# ---- against a source -----------------------------------------------------------------------------------------------
+# ---- against a source -------------------------------------------------------------------------------------
 
 
 class Comparison:
@@ -166,17 +158,11 @@ class Comparison:
                 )
             ]
         if plan.is_copy and plan.shape == info.shape:
-            for (offset, a), (_, b) in zip(_chunks(theirs, info), _chunks(ours, made), strict=True):
-                if not np.array_equal(a, b):
-                    return [
-                        Failure(
-                            plan.name,
-                            "bytes",
-                            f"the bytes of {plan.source}",
-                            f"others from byte {offset + int(np.flatnonzero(a != b)[0])} on",
-                        )
-                    ]
-            return []
+            first = _first_difference(theirs, info, ours, made)
+            if first is None:
+                return []
+            others = f"others from byte {first} on"
+            return [Failure(plan.name, "bytes", f"the bytes of {plan.source}", others)]
         order = fold_order(theirs, self.layers, plan.rows_from)
         rows = column_map(order, plan.halves, info.shape[0], plan.shape[0])
         wanted = work.reordered(theirs.read(plan.source), rows, plan.shape)
@@ -215,6 +201,14 @@ class Comparison:
         if reported is None or abs(measured - reported) > ERROR_TOLERANCE * max(measured, reported):
             return [Failure(job.plan.name, "error", f"relative error {reported}, as reported", f"{measured}")]
         return []
+
+
+def _first_difference(one: Checkpoint, info: TensorInfo, other: Checkpoint, twin: TensorInfo) -> int | None:
+    """Return the first byte in which two tensors of one size differ, or None."""
+    for (offset, a), (_, b) in zip(one.chunks(info), other.chunks(twin), strict=True):
+        if a != b:
+            return offset + int(np.flatnonzero(np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8))[0])
+    return None
 
 
 def compare_packed(job: LayerJob, checkpoint: Checkpoint, layer: SourceLayer) -> list[Failure]:
@@ -261,13 +255,15 @@ def _same_codes(job: LayerJob, checkpoint: Checkpoint, layer: SourceLayer) -> li
     return []
 
 
-def _explicit(params: GroupParams, scheme: QuantScheme) -> NDArray:
+def _explicit(params: GroupParams, scheme: QuantScheme) -> NDArray[Any]:
     if params.zeros is None:
         return np.full(params.scales.shape, scheme.midpoint, np.uint8)
     return params.zeros
 
 
-def _same_bits(name: str, kind: str, wanted: NDArray | None, found: NDArray | None) -> list[Failure]:
+def _same_bits(
+    name: str, kind: str, wanted: NDArray[Any] | None, found: NDArray[Any] | None
+) -> list[Failure]:
     """Compare two arrays bit for bit; report the count, the first place and both values."""
     if wanted is None or found is None or wanted.shape != found.shape or wanted.dtype != found.dtype:
         return [Failure(name, kind, _shape(wanted), _shape(found))]
@@ -290,7 +286,7 @@ def _same_bits(name: str, kind: str, wanted: NDArray | None, found: NDArray | No
     ]
 
 
-def _shape(array: NDArray | None) -> str:
+def _shape(array: NDArray[Any] | None) -> str:
     return "none" if array is None else f"{array.dtype} {list(array.shape)}"
 
 
@@ -366,10 +362,7 @@ def compare_plain(checkpoint: Checkpoint, source: Checkpoint, label: str, agains
             failures.append(
                 Failure(name, "shape", f"{a.dtype} {list(a.shape)}", f"{b.dtype} {list(b.shape)}")
             )
-        elif any(
-            not np.array_equal(x, y)
-            for (_, x), (_, y) in zip(_chunks(source, a), _chunks(checkpoint, b), strict=True)
-        ):
+        elif _first_difference(source, a, checkpoint, b) is not None:
             failures.append(Failure(name, "bytes", f"the bytes of {against}", "others"))
     for name in {**source.raw, **checkpoint.raw}:
         if source.raw.get(name) != checkpoint.raw.get(name):

@@ -1,7 +1,8 @@
-"""Operations of a plan as pieces of work: each is a list of small tasks that any thread may run, in any order."""
+"""Operations of a plan as pieces of work: lists of small tasks that any thread may run, in any order."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from w4pack.convert.core.dequant import dequantize
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.errors import Refused
 from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.store import CHUNK
 from w4pack.convert.jobs.codes import Block, CodeMap, blocks
 from w4pack.convert.jobs.layerjob import LayerJob, column_map, fold_order
 from w4pack.convert.jobs.outfiles import OutFiles
@@ -21,7 +23,6 @@ from w4pack.convert.planning.decisions import DensePlan
 from w4pack.convert.planning.plan import Op, OutTensor, stored_size
 from w4pack.convert.source.detect import Source
 
-COPY_CHUNK = 4 << 20  # bytes
 DENSE_CODES = 1 << 20  # codes per dequantized block: 4 MiB of float32
 
 Task = Callable[[], None]
@@ -52,18 +53,15 @@ def copy_tasks(
     item = dtypes.numpy_dtype(info.dtype)
 
     def chunk(offset: int) -> None:
-        size = min(COPY_CHUNK, info.nbytes - offset)
-        data = np.empty(size, np.uint8)
-        checkpoint.read_into(info, offset, memoryview(data))
+        data = np.empty(min(CHUNK, info.nbytes - offset), np.uint8)
+        checkpoint.read_into(info, offset, data.data)
         if info.dtype in dtypes.FLOAT_TAGS:
             bad = int(dtypes.nonfinite(data.view(item), info.dtype).sum())
             if bad:
                 report["nonfinite"] = report.get("nonfinite", 0) + bad
         out.write(target, offset, data)
 
-    return [lambda offset=offset: chunk(offset) for offset in range(0, info.nbytes, COPY_CHUNK)] or [
-        lambda: None
-    ]
+    return [partial(chunk, offset) for offset in range(0, info.nbytes, CHUNK)] or [lambda: None]
 
 
 def dense_tasks(source: Source, plan: DensePlan, out: OutFiles, target: OutTensor) -> list[Task]:
@@ -80,21 +78,23 @@ def dense_tasks(source: Source, plan: DensePlan, out: OutFiles, target: OutTenso
     return [whole]
 
 
-def reordered(values: NDArray, rows: NDArray[np.int32] | None, shape: tuple[int, ...]) -> NDArray:
-    """Return ``values`` with its rows taken by ``rows`` (PADDING: zeros) and cut or padded with zeros to ``shape``."""
+def reordered(values: NDArray[Any], rows: NDArray[np.int32] | None, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return ``values``, rows taken by ``rows`` (PADDING: zeros), cut or padded with zeros to ``shape``."""
     made = np.zeros(shape, values.dtype)
     cut = tuple(slice(0, min(have, want)) for have, want in zip(values.shape[1:], shape[1:], strict=True))
     if rows is None:
-        keep = min(values.shape[0], shape[0])
-        made[(slice(0, keep), *cut)] = values[(slice(0, keep), *cut)]
+        kept = (slice(0, min(values.shape[0], shape[0])), *cut)
+        made[kept] = values[kept]
     else:
         real = rows >= 0
-        made[(real, *cut)] = values[rows[real]][(slice(None), *cut)]
+        into: tuple[Any, ...] = (real, *cut)
+        whole = (slice(None), *cut)
+        made[into] = values[rows[real]][whole]
     return made
 
 
 def pack_tasks(
-    code_map: CodeMap, layout_name: str, out: OutFiles, name: str, small: Mapping[str, NDArray]
+    code_map: CodeMap, layout_name: str, out: OutFiles, name: str, small: Mapping[str, NDArray[Any]]
 ) -> list[Task]:
     """Write a layer that stays packed: its small tensors, then its codes block by block."""
     layout, scheme = formats.get(layout_name), code_map.out
@@ -113,20 +113,28 @@ def pack_tasks(
             if direct is not None and stored is not None
             else layout.pack(code_map.words(block), scheme.bits)
         )
-        k, n = block.k0 // grid.k_unit * grid.k_elems, block.n0 // grid.n_unit * grid.n_elems
-        out.write_rect(target, *((k, n) if grid.k_axis == 0 else (n, k)), packed)
+        row, col = _place(grid, block.k0, block.n0)
+        out.write_rect(target, row, col, packed)
 
     rows, cols = stored_size(layout_name, scheme)
-    return [small_tensors, *(lambda b=b: codes(b) for b in blocks(code_map, grid, rows, cols))]
+    return [small_tensors, *(partial(codes, block) for block in blocks(code_map, grid, rows, cols))]
 
 
-def direct_path(source: ModuleType, target: ModuleType, bits: int) -> Callable[[NDArray], NDArray] | None:
+def _place(grid: formats.Grid, k: int, n: int) -> tuple[int, int]:
+    """Return (row, column), in the stored tensor, of the first element of a block that starts at code (k, n)."""
+    along_k, along_n = k // grid.k_unit * grid.k_elems, n // grid.n_unit * grid.n_elems
+    return (along_k, along_n) if grid.k_axis == 0 else (along_n, along_k)
+
+
+def direct_path(
+    source: ModuleType, target: ModuleType, bits: int
+) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
     """Return a function from stored blocks of ``source`` straight to tiles, where both layouts have one.
 
     Half the time of going through canonical words for AWQ; a test holds both to the same bytes.
     """
     if bits == 4 and getattr(target, "TILES", False):
-        found: Callable[[NDArray], NDArray] | None = getattr(source, "to_tiles", None)
+        found: Callable[[NDArray[Any]], NDArray[Any]] | None = getattr(source, "to_tiles", None)
         return found
     return None
 
@@ -150,18 +158,16 @@ def dense_layer_tasks(job: LayerJob, out: OutFiles, target: OutTensor) -> list[T
             )
         out.write_rect(target, block.n0, block.k0, weights)
 
-    return [
-        lambda b=b: one(b)
-        for b in blocks(code_map, grid, scheme.in_features, scheme.out_features, DENSE_CODES)
-    ]
+    found = blocks(code_map, grid, scheme.in_features, scheme.out_features, DENSE_CODES)
+    return [partial(one, block) for block in found]
 
 
-def dense_block(job: LayerJob, block: Block, tag: str) -> NDArray:
+def dense_block(job: LayerJob, block: Block, tag: str) -> NDArray[Any]:
     """Return the weights (N, K) of a block, rounded once to ``tag``."""
     return np.ascontiguousarray(weights_of(job.codes, job.params, block, tag).T)
 
 
-def weights_of(code_map: CodeMap, params: GroupParams, block: Block, tag: str) -> NDArray:
+def weights_of(code_map: CodeMap, params: GroupParams, block: Block, tag: str) -> NDArray[Any]:
     """Return the weights (K, N) of a block, rounded once to ``tag``."""
     codes = bitpack.unpack_rows(code_map.words(block), code_map.out.bits, block.k1 - block.k0)
     zeros = None if params.zeros is None else params.zeros[:, block.n0 : block.n1]
@@ -170,7 +176,7 @@ def weights_of(code_map: CodeMap, params: GroupParams, block: Block, tag: str) -
 
 
 def regroup_tasks(job: LayerJob, out: OutFiles, report: dict[str, Any]) -> list[Task]:
-    """Re-quantize a layer in natural row order, a band of columns at a time. Scales are written when all are known."""
+    """Re-quantize a layer in natural row order, a band of columns at a time; scales come when all are known."""
     if job.layout is None:
         raise ValueError("a packed layer needs a layout")
     layout, scheme = formats.get(job.layout), job.plan.scheme
@@ -191,8 +197,8 @@ def regroup_tasks(job: LayerJob, out: OutFiles, report: dict[str, Any]) -> list[
                 zeros[:, band.n0 : band.n1] = found.zeros
             sums[:] += (found.squared_error, found.squared_norm)
             packed = layout.pack(bitpack.pack_rows(found.codes, scheme.bits), scheme.bits)
-            n = n0 // grid.n_unit * grid.n_elems
-            out.write_rect(target, *((0, n) if grid.k_axis == 0 else (n, 0)), packed)
+            row, col = _place(grid, 0, n0)
+            out.write_rect(target, row, col, packed)
         params = GroupParams(scales, None if scheme.sym else zeros, None)
         for suffix, array in layout.encode_params(params, scheme).items():
             out.write(out.tensors[f"{job.plan.name}.{suffix}"], 0, array)
@@ -206,9 +212,9 @@ def zero_tasks(out: OutFiles, target: OutTensor) -> list[Task]:
     return [lambda: out.write(target, 0, np.zeros(target.nbytes, np.uint8))]
 
 
-def encoded(job: LayerJob) -> dict[str, NDArray]:
+def encoded(job: LayerJob) -> dict[str, NDArray[Any]]:
     """Return the small tensors of a packed layer in the target's form, scales in their stored dtype."""
     if job.layout is None:
         raise ValueError("a packed layer needs a layout")
-    made: dict[str, NDArray] = formats.get(job.layout).encode_params(job.params, job.plan.scheme)
+    made: dict[str, NDArray[Any]] = formats.get(job.layout).encode_params(job.params, job.plan.scheme)
     return made

@@ -39,14 +39,8 @@ def same_bytes(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bo
     """Compare two tensors byte by byte, a few MiB at a time."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    step = 4 << 20
-    for offset in range(0, one.nbytes, step):
-        a, b = bytearray(min(step, one.nbytes - offset)), bytearray(min(step, one.nbytes - offset))
-        checkpoint.read_into(one, offset, memoryview(a))
-        checkpoint.read_into(other, offset, memoryview(b))
-        if a != b:
-            return False
-    return True
+    pairs = zip(checkpoint.chunks(one), checkpoint.chunks(other), strict=True)
+    return all(a == b for (_, a), (_, b) in pairs)
 
 
 def carried_settings(state: State) -> None:

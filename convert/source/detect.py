@@ -314,7 +314,7 @@ def _read_order(
     return None
 
 
-def group_of_act_perm(perm: NDArray, in_features: int, group_size: int, where: str) -> NDArray[np.int32]:
+def group_of_act_perm(perm: NDArray[Any], in_features: int, group_size: int, where: str) -> NDArray[np.int32]:
     """Rebuild the group map of an artifact's layer: packed row r holds source row ``perm[r]`` of group r // g."""
     group = np.empty(in_features, np.int32)
     group[checked_perm(perm, in_features, where)] = natural_group(in_features, group_size)

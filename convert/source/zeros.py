@@ -7,6 +7,7 @@ Constant words decide by themselves; otherwise the config's label is followed an
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,7 +137,7 @@ def _gptq_asymmetric(
 
 
 def read_gptq(
-    raw: NDArray,
+    raw: NDArray[Any],
     bits: int,
     claim: ModuleClaim,
     claims: Claims | None,
@@ -176,7 +177,7 @@ def read_gptq(
 
 def read_plain(
     layout: ModuleType,
-    tensors: Mapping[str, NDArray],
+    tensors: Mapping[str, NDArray[Any]],
     scheme: QuantScheme,
     claim: ModuleClaim,
     where: str,
