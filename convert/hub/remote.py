@@ -24,9 +24,12 @@ T = TypeVar("T")
 
 READ_LIMIT = 64_000_000  # bytes that a question may read unless asked to be thorough
 HEAD_SMALL, HEAD_LARGE = 64 << 10, 256 << 10  # bytes of a shard's start that the first request asks for
+SMALL_MODEL = 1 << 20  # bytes of all shards; one request each is the quickest way to any part of them
 HEADER_LIMIT = 32 << 20  # bytes; a longer header is left to the reader to refuse
 HEADS_TOTAL = 16 << 20  # bytes for the starts of all shards together
-GAP = 32 << 10  # bytes; ranges closer than this are fetched as one, a request costs more
+# bytes between ranges that are fetched as one: a request takes as long as some hundred kilobytes
+GAPS = (256 << 10, 32 << 10, 0)
+AMPLE = 4 << 20  # bytes that joining may add up to without a question
 WHOLE_LIMIT = 16 << 20  # bytes that are read past to reach an offset, from a server without ranges
 KEPT_LIMIT = 96 << 20  # bytes of fetched ranges that stay in memory
 TIMEOUT = 20.0  # seconds without any byte; the client's own session waits for ever
@@ -225,6 +228,8 @@ class HubStore:
             peers = [peer for peer in peers if peer not in self._heads_asked]
             self._heads_asked.update(peers)
         length = max(HEAD_SMALL, min(HEAD_LARGE, HEADS_TOTAL // max(1, len(peers))))
+        if sum(self._sizes[peer] for peer in peers) <= SMALL_MODEL:
+            length = SMALL_MODEL
         self.prefetch((peer, 0, length) for peer in peers)
         self._fetch_all([part for peer in peers if (part := self._rest_of_header(peer, length)) is not None])
 
@@ -244,15 +249,19 @@ class HubStore:
         key = match.groups()
         return [other for other in self._sizes if (m := _SHARD.fullmatch(other)) and m.groups() == key]
 
-    def _merged(self, ranges: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-        """Return (name, start, end), sorted, with near ranges joined."""
-        joined: list[tuple[str, int, int]] = []
-        cut = ((name, max(0, at), min(at + length, self._size(name))) for name, at, length in ranges)
-        for name, start, end in sorted(part for part in cut if part[1] < part[2]):
-            if joined and joined[-1][0] == name and start - joined[-1][2] <= GAP:
-                joined[-1] = (name, joined[-1][1], max(end, joined[-1][2]))
-            else:
-                joined.append((name, start, end))
+    def _merged(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return (name, start, end), sorted, near ranges joined: the wider the better, in reason."""
+        cut = [(name, max(0, at), min(at + length, self._size(name))) for name, at, length in ranges]
+        parts = sorted(part for part in cut if part[1] < part[2])
+        wanted = sum(end - start for _, start, end in parts)
+        reason = max(2 * wanted, AMPLE)
+        if self.budget_left is not None:
+            reason = min(reason, max(wanted, self.budget_left // 2))
+        joined = parts
+        for gap in GAPS:
+            joined = _join(parts, gap)
+            if sum(end - start for _, start, end in joined) <= reason:
+                break
         return joined
 
     def _has(self, name: str, start: int, end: int) -> bool:
@@ -364,6 +373,17 @@ class HubStore:
         raise HubError(
             "too many redirects", code="redirects", where=f"{self.label}: {name}", found=urlsplit(url).netloc
         )
+
+
+def _join(parts: Iterable[Range], gap: int) -> list[Range]:
+    """Join sorted (name, start, end) ranges of one file that lie at most ``gap`` bytes apart."""
+    joined: list[Range] = []
+    for name, start, end in parts:
+        if joined and joined[-1][0] == name and start - joined[-1][2] <= gap:
+            joined[-1] = (name, joined[-1][1], max(end, joined[-1][2]))
+        else:
+            joined.append((name, start, end))
+    return joined
 
 
 def _body(response: Any, start: int, end: int) -> bytes:
