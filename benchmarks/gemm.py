@@ -1,0 +1,222 @@
+"""W4A16 beside cuBLAS fp16, in one run: share of the floor, speed-up, error, tile.
+
+Method: CUDA graphs of many launches, weights rotated over more than the L2, repeats of all candidates interleaved,
+median; random codes, the dense weight dequantized from them; error against fp64 on 128 columns.
+
+    python benchmarks/gemm.py [--shapes 8192x8192,...] [--m 1,16,...] [--tune FILE] [--humming]
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from w4pack.kernels import launch, ops, reference, tiles
+
+SHAPES = (
+    "57344x8192",
+    "8192x28672",
+    "10240x8192",
+    "8192x8192",
+    "28672x4096",
+    "4096x14336",
+    "6144x4096",
+    "4096x4096",
+)
+MS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+ROTATED = 400 << 20  # bytes of weights a rotation covers: several times the L2
+READ_RATE = 4.60e6  # bytes a microsecond, measured on an H200
+MATRIX_RATE = 775e6  # operations a microsecond, the best sustained fp16 rate of cuBLAS there
+
+Launcher = Callable[[int], None]
+
+
+class Candidate:
+    """One column: ``run(i)`` launches on rotation set i."""
+
+    def __init__(self, name: str, run: Launcher, sets: int) -> None:
+        self.name, self.run, self.sets = name, run, sets
+        self.times: list[float] = []
+        self.graph = torch.cuda.CUDAGraph()
+        self.launches = 0
+
+    def capture(self, wanted_us: float) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for i in range(min(3, self.sets)):
+                self.run(i)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for i in range(3):
+                self.run(i % self.sets)
+            end.record()
+            end.synchronize()
+        each = max(1.0, begin.elapsed_time(end) * 1e3 / 3)
+        rounds = max(1, math.ceil(min(96.0, wanted_us / each) / self.sets))
+        self.launches = rounds * self.sets if self.sets * each < 6e3 else max(1, int(wanted_us / each))
+        with torch.cuda.graph(self.graph, stream=side):
+            for i in range(self.launches):
+                self.run(i % self.sets)
+
+    def sample(self, replays: int = 2) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.graph.replay()  # keeps the card busy while the timed ones are queued
+        begin.record()
+        for _ in range(replays):
+            self.graph.replay()
+        end.record()
+        end.synchronize()
+        self.times.append(begin.elapsed_time(end) * 1e3 / (replays * self.launches))
+
+
+def race(candidates: list[Candidate], repeats: int, wanted_us: float = 1500.0) -> dict[str, float]:
+    """Return the median microseconds of each candidate, repeats interleaved."""
+    live = []
+    for c in candidates:
+        try:
+            c.capture(wanted_us)
+            live.append(c)
+        except Exception as error:  # a candidate that cannot run is reported, the others go on
+            print(f"  ! {c.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    for _ in range(repeats):
+        for c in live:
+            c.sample()
+    return {c.name: statistics.median(c.times) for c in live}
+
+
+class Layer:
+    """Random packed weights of one shape, with copies to rotate over, and the dense weight for cuBLAS."""
+
+    def __init__(self, n: int, k: int, dense: bool = True) -> None:
+        self.n, self.k = n, k
+        g = torch.Generator(device="cuda").manual_seed(n + k)
+        words = torch.randint(
+            -(2**31), 2**31, (k // 16, 2 * n), device="cuda", generator=g, dtype=torch.int64
+        )
+        scales = (torch.rand((k // 128, n), device="cuda", generator=g) * 0.01 + 0.005).half()
+        self.packed = [(words.int(), scales)]
+        del words
+        self.bytes = n * k // 2 + 2 * n * k // 128
+        for _ in range(rotation(self.bytes) - 1):
+            self.packed.append((self.packed[0][0].clone(), scales.clone()))
+        self.columns = torch.randperm(n, device="cuda")[:128]
+        first = ops.dequantize(*self.packed[0], None, 4, 128, torch.float16)
+        self.oracle = first[self.columns].double() if dense else None
+        self.dense = [first] + [first.clone() for _ in range(rotation(2 * n * k) - 1)] if dense else []
+
+    def exact_columns(self) -> torch.Tensor:
+        """(K, 128): the sampled columns in fp64, from codes."""
+        words, scales = self.packed[0]
+        chunks = self.columns // 64
+        picked = words.view(self.k // 16, self.n // 64, 128)[:, chunks]  # whole chunks, one for each column
+        s = scales.view(-1, self.n // 64, 64)[:, chunks]
+        whole = reference.dense(
+            picked.reshape(self.k // 16, -1), s.reshape(s.shape[0], -1), None, 4, 128, torch.float64
+        )
+        at = torch.arange(128, device="cuda") * 64 + self.columns % 64
+        return whole[:, at]
+
+
+def rotation(size: int) -> int:
+    """Return how many copies cover the rotation."""
+    return max(1, min(64, math.ceil(ROTATED / size)))
+
+
+def ours(layer: Layer, x: torch.Tensor, out: torch.Tensor, chosen: tiles.Launch | None) -> Launcher:
+    """Return the launcher of our kernel on one tile."""
+
+    def run(i: int) -> None:
+        words, scales = layer.packed[i]
+        ops.run_gemm(x, words, scales, None, None, 4, 128, out, layer.k, layer.n, chosen)
+
+    return run
+
+
+def point(layer: Layer, m: int, candidates: list[tiles.Launch | None], repeats: int) -> dict[str, object]:
+    """Measure one M of one shape."""
+    x = torch.randn(m, layer.k, device="cuda", dtype=torch.float16)
+    exact = x.double() @ layer.exact_columns()
+    outs: dict[str, torch.Tensor] = {}
+    columns = []
+    for chosen in (None, *candidates) if None not in candidates else candidates:
+        name = "w4pack" if chosen is None else f"{chosen.tile.text}/{chosen.grid}"
+        outs[name] = torch.full((m, layer.n), float("nan"), dtype=torch.float16, device="cuda")
+        columns.append(Candidate(name, ours(layer, x, outs[name], chosen), len(layer.packed)))
+    if layer.dense:
+        y = outs["cublas"] = torch.empty((m, layer.n), dtype=torch.float16, device="cuda")
+        columns.append(
+            Candidate("cublas", lambda i: torch.mm(x, layer.dense[i].t(), out=y), len(layer.dense))
+        )
+    times = race(columns, repeats)
+    byte = (layer.bytes + 2 * m * (layer.k + layer.n)) / READ_RATE
+    operation = 2 * m * layer.n * layer.k / MATRIX_RATE
+    errors = {
+        name: float((out[:, layer.columns].double() - exact).norm() / exact.norm())
+        for name, out in outs.items()
+    }
+    return {"m": m, "n": layer.n, "k": layer.k, "floor": max(byte, operation), "us": times, "error": errors}
+
+
+def line(row: dict[str, object]) -> str:
+    """Return a row's line: share of the floor first."""
+    times: dict[str, float] = row["us"]  # type: ignore[assignment]
+    errors: dict[str, float] = row["error"]  # type: ignore[assignment]
+    text = f"{row['n']}x{row['k']} M={row['m']:<5}"
+    base = times.get("cublas")
+    for name, us in sorted(times.items(), key=lambda item: item[1]):
+        speed = f" {base / us:5.2f}x" if base else ""
+        text += (
+            f" | {name} {us:8.2f} us {100 * float(str(row['floor'])) / us:4.0f}%{speed} e{errors[name]:.0e}"
+        )
+    return text
+
+
+def candidates_for(path: str | None, m: int, n: int, k: int, multiprocessors: int) -> list[tiles.Launch]:
+    """Return the tuning candidates that make sense for an M."""
+    if path is None:
+        return []
+    rows = [tiles.Tile(str(r[0]), *map(int, r[1:])) for r in json.loads(Path(path).read_text())]
+    fit = [t for t in rows if t.tokens <= max(8, 4 * m) and m <= 4 * t.tokens]
+    return [tiles.Launch(t, tiles.grid(t, multiprocessors, m, n, k)) for t in fit]
+
+
+def environment() -> str:
+    """Return card, driver, versions."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm", "--format=csv,noheader"]
+    smi = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return f"{smi}; torch {torch.__version__}"
+
+
+def main() -> None:
+    """Print a line for each point; write JSON to $OUT if set."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--m", default=",".join(map(str, MS)))
+    parser.add_argument("--tune", help="JSON list of candidate tiles")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no-cublas", action="store_true")
+    options = parser.parse_args()
+    print(environment(), flush=True)
+    card = launch.device(0)
+    rows = []
+    for shape in options.shapes.split(","):
+        n, k = map(int, shape.split("x"))
+        layer = Layer(n, k, dense=not options.no_cublas)
+        for m in map(int, options.m.split(",")):
+            chosen = candidates_for(options.tune, m, n, k, card.multiprocessors)
+            rows.append(point(layer, m, [None, *chosen], options.repeats))
+            print(line(rows[-1]), flush=True)
+        del layer
+        torch.cuda.empty_cache()
+    if "OUT" in os.environ:
+        (Path(os.environ["OUT"]) / "gemm.json").write_text(json.dumps({"card": environment(), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Build the GPU code: a table of (source, entry, architecture, defines) through NVRTC to cubins.
+
+Runs on a machine with neither GPU nor driver nor toolkit: the compiler is the package ``nvidia-cuda-nvrtc-cu12``
+12.9. Compiled files and a manifest go to ``kernels/cubins``; a file whose sources, options and compiler are
+unchanged is kept. A kernel that spills registers, or whose warpgroup products the assembler serialized, fails
+the build.
+
+    python -m w4pack.kernels.build [--arch sm_90a ...] [--jobs 2] [--only TEXT] [--tiles FILE]
+"""
+
+import argparse
+import ctypes
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from w4pack.kernels import tiles
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE / "csrc"
+CUBINS = HERE / "cubins"
+NVRTC_VERSION = (12, 9)
+HINT = "pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'"
+SERIALIZED = "C7510"  # the assembler's note that warpgroup products wait for one another
+OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One file to compile; ``hot`` kernels may not spill."""
+
+    source: str
+    entry: str
+    arch: str
+    defines: tuple[str, ...]
+    hot: bool = True
+
+    @property
+    def suffix(self) -> str:
+        """How the file's name ends."""
+        return "ptx" if self.arch.startswith("compute") else "cubin"
+
+    @property
+    def path(self) -> str:
+        """The file below ``cubins``."""
+        return f"{self.arch}/{self.entry}.{self.suffix}"
+
+
+class BuildError(Exception):
+    """The compiler is missing or the wrong one, a source does not compile, or a hot kernel spills."""
+
+
+def jobs(arch: str, extra: Iterable[tiles.Tile] = ()) -> Iterator[Job]:
+    """Yield the files of one architecture; ``extra`` tiles are candidates for tuning."""
+    yield Job("gather.cu", "gather", arch, (), hot=False)
+    for bits in (4, 8):
+        yield Job("repack.cu", f"repack_b{bits}", arch, (f"ENTRY=repack_b{bits}", f"BITS={bits}"), hot=False)
+        for dtype in tiles.DTYPES:
+            for zeros in (False, True):
+                yield _dequantize(arch, dtype, bits, zeros)
+                for tile in dict.fromkeys((*tiles.all_tiles(_table(arch), bits), *extra)):
+                    yield _gemm(arch, tile, dtype, bits, zeros)
+
+
+def _table(arch: str) -> str:
+    return "sm_80" if arch == tiles.PTX_ARCH else arch
+
+
+def _dequantize(arch: str, dtype: str, bits: int, zeros: bool) -> Job:
+    entry = f"dequantize_{dtype}_b{bits}_{'zp' if zeros else 'sym'}"
+    defines = (f"ENTRY={entry}", f"OUT_TYPE={dtype.upper()}", f"CODE_BITS={bits}", f"HAS_ZEROS={int(zeros)}")
+    return Job("dequantize.cu", entry, arch, defines, hot=False)
+
+
+def _gemm(arch: str, tile: tiles.Tile, dtype: str, bits: int, zeros: bool) -> Job:
+    shape = (tile.tokens, tile.warps, tile.slots, tile.words, tile.stages)
+    config = ",".join(map(str, (dtype.upper(), bits, int(zeros), *shape)))
+    entry = tiles.kernel_name(tile, dtype, bits, zeros)
+    defines = (
+        f"ENTRY={entry}",
+        f"CONFIG={config}",
+        f"BLOCKS={tile.blocks}",
+        f"SHARED={tile.shared_bytes(bits, zeros)}",
+    )
+    return Job(f"w4a16_{'sm90a' if tile.engine == 'wgmma' else 'sm80'}.cu", entry, arch, defines)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the compiler gave: the code and its log."""
+
+    code: bytes
+    log: str
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread (0 for PTX)."""
+        found = re.search(r"Used (\d+) registers", self.log)
+        return int(found[1]) if found else 0
+
+    @property
+    def spills(self) -> int:
+        """Bytes of spill stores and loads."""
+        return sum(map(int, re.findall(r"(\d+) bytes spill", self.log)))
+
+    @property
+    def serialized(self) -> bool:
+        """Whether the assembler says that warpgroup products wait for one another."""
+        return SERIALIZED in self.log
+
+
+@cache
+def nvrtc() -> ctypes.CDLL:
+    """Return the compiler's library, from the package index's package.
+
+    Raises:
+        BuildError: it is not installed, or of another version: its PTX would not load on older drivers.
+    """
+    spec = importlib.util.find_spec("nvidia.cuda_nvrtc") if importlib.util.find_spec("nvidia") else None
+    for folder in spec.submodule_search_locations or () if spec else ():
+        library = Path(folder) / "lib" / "libnvrtc.so.12"
+        if library.is_file():
+            loaded = ctypes.CDLL(str(library))
+            _check_version(loaded)
+            return loaded
+    raise BuildError(f"the compiler nvidia-cuda-nvrtc-cu12 is not installed\n\nhint: {HINT}")
+
+
+def _check_version(library: ctypes.CDLL) -> None:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    if (major.value, minor.value) != NVRTC_VERSION:
+        raise BuildError(f"the compiler is {major.value}.{minor.value}, expected 12.9\n\nhint: {HINT}")
+
+
+def compile_job(job: Job) -> Compiled:
+    """Compile one file.
+
+    Raises:
+        BuildError: with the compiler's log.
+    """
+    library, program = nvrtc(), ctypes.c_void_p()
+    text = (SOURCES / job.source).read_bytes()
+    library.nvrtcCreateProgram(ctypes.byref(program), text, job.source.encode(), 0, None, None)
+    options = [f"--gpu-architecture={job.arch}", f"-I{SOURCES}", *OPTIONS, *(f"-D{d}" for d in job.defines)]
+    array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+    try:
+        failed = library.nvrtcCompileProgram(program, len(options), array)
+        log = _buffer(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+        if failed:
+            raise BuildError(f"{job.path} does not compile\n{log}")
+        return Compiled(_buffer(program, "PTX" if job.suffix == "ptx" else "CUBIN"), log)
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _buffer(program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    data = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc(), f"nvrtcGet{what}")(program, data)
+    return data.raw
+
+
+@cache
+def _headers() -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cuh")))
+
+
+def key_of(job: Job) -> str:
+    """Return what decides the bytes of a file: sources, options, compiler."""
+    parts = (
+        _headers(),
+        (SOURCES / job.source).read_bytes(),
+        repr((job.arch, job.defines, OPTIONS, NVRTC_VERSION)).encode(),
+    )
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def build(wanted: Sequence[Job], workers: int, out: Path = CUBINS) -> list[dict[str, object]]:
+    """Compile what is not there yet; return a manifest row for each file.
+
+    Raises:
+        BuildError: the first file that fails, spills or is serialized.
+    """
+    known = {row["path"]: row for row in read_manifest(out)}
+    rows: dict[str, dict[str, object]] = {}
+    with ThreadPoolExecutor(workers) as pool:
+        for row in pool.map(lambda job: _one(job, known.get(job.path), out), wanted):
+            rows[str(row["path"])] = row
+    kept = [row for path, row in known.items() if path not in rows and (out / str(path)).is_file()]
+    return sorted([*rows.values(), *kept], key=lambda row: str(row["path"]))
+
+
+def _one(job: Job, known: dict[str, object] | None, out: Path) -> dict[str, object]:
+    key, path = key_of(job), out / job.path
+    if known is not None and known["key"] == key and path.is_file():
+        return known
+    result = compile_job(job)
+    if job.hot and result.spills:
+        raise BuildError(f"{job.path} spills {result.spills} bytes of registers")
+    if result.serialized:
+        raise BuildError(f"{job.path} has serialized warpgroup products ({SERIALIZED})")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(result.code)
+    digest = hashlib.sha256(result.code).hexdigest()
+    return {
+        "path": job.path,
+        "sha256": digest,
+        "bytes": len(result.code),
+        "registers": result.registers,
+        "spills": result.spills,
+        "options": [f"-D{d}" for d in job.defines],
+        "key": key,
+    }
+
+
+def read_manifest(out: Path = CUBINS) -> list[dict[str, object]]:
+    """Return the rows of a build's manifest; none where there was no build."""
+    path = out / "manifest.json"
+    rows: list[dict[str, object]] = json.loads(path.read_text())["files"] if path.is_file() else []
+    return rows
+
+
+def write_manifest(rows: list[dict[str, object]], out: Path = CUBINS) -> None:
+    """Write the manifest, and keep version control away from what was built."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / ".gitignore").write_text("*\n")
+    version = ".".join(map(str, NVRTC_VERSION))
+    (out / "manifest.json").write_text(json.dumps({"nvrtc": version, "files": rows}, indent=1) + "\n")
+
+
+def read_tiles(path: str | None) -> list[tiles.Tile]:
+    """Return the candidate tiles of a JSON list of rows, as in the tables."""
+    return (
+        [tiles.Tile(str(row[0]), *map(int, row[1:])) for row in json.loads(Path(path).read_text())]
+        if path
+        else []
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m w4pack.kernels.build", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--arch", nargs="+", default=[*tiles.ARCHES, tiles.PTX_ARCH])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", default="", help="only entries that match this regular expression")
+    parser.add_argument("--tiles", help="JSON list of candidate tiles to build besides the tables'")
+    options = parser.parse_args(arguments)
+    wanted = [job for arch in options.arch for job in jobs(arch, read_tiles(options.tiles))]
+    wanted = [job for job in wanted if re.search(options.only, job.entry)]
+    try:
+        rows = build(wanted, options.jobs)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    write_manifest(rows)
+    print(
+        f"{len(wanted)} files wanted, {len(rows)} present, {sum(int(str(r['bytes'])) for r in rows) / 1e6:.1f} MB"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

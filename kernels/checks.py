@@ -1,0 +1,188 @@
+"""What an operator's arguments must be. Every rule fails in Python, before anything is launched."""
+
+from typing import TYPE_CHECKING
+
+from w4pack.convert.errors import UsageError
+from w4pack.kernels import tiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _require(holds: bool, what: str, where: str, expected: object, found: object) -> None:
+    if not holds:
+        raise UsageError(
+            what, code="operator-argument", where=where, expected=str(expected), found=str(found)
+        )
+
+
+def scheme(bits: int, group_size: int) -> None:
+    """Check code width and group size.
+
+    Raises:
+        UsageError: one of them is not supported.
+    """
+    _require(bits in (4, 8), "the code width is not supported", "bits", "4 or 8", bits)
+    allowed = ", ".join(map(str, tiles.GROUP_SIZES))
+    _require(
+        group_size in tiles.GROUP_SIZES, "the group size is not supported", "group_size", allowed, group_size
+    )
+
+
+def weight(
+    packed: "Tensor", scales: "Tensor", zeros: "Tensor | None", bits: int, group_size: int
+) -> tuple[int, int]:
+    """Check a packed weight and what belongs to it; return (K, N).
+
+    Raises:
+        UsageError: a dtype, shape or device that does not fit.
+    """
+    import torch
+
+    scheme(bits, group_size)
+    _is(packed, "weight", (torch.int32,), 2)
+    k, n = packed.shape[0] * 16, packed.shape[1] * 2 // bits
+    _require(
+        k % 64 == 0 and k > 0, "K is not a multiple of 64", "weight", "rows in fours of 16", packed.shape[0]
+    )
+    _require(
+        n % 64 == 0 and n > 0,
+        "N is not a multiple of 64",
+        "weight",
+        f"{32 * bits} words a chunk",
+        packed.shape[1],
+    )
+    groups = 1 if group_size == -1 else -(-k // group_size)
+    _is(scales, "scales", (torch.float16, torch.bfloat16), 2)
+    _shape(scales, "scales", (groups, n))
+    if zeros is not None:
+        _is(zeros, "zeros", (torch.int32,), 2)
+        _shape(zeros, "zeros", (groups, n * bits // 32))
+    for name, tensor in (("weight", packed), ("scales", scales), ("zeros", zeros)):
+        if tensor is not None:
+            _require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
+            same_device(name, tensor, "weight", packed)
+    return k, n
+
+
+def activations(x: "Tensor", k: int, packed: "Tensor") -> None:
+    """Check the activations of a product.
+
+    Raises:
+        UsageError: a dtype, shape, stride or device that does not fit.
+    """
+    import torch
+
+    _is(x, "x", (torch.float16, torch.bfloat16), 2)
+    _require(x.shape[1] == k, "x has another number of columns than the weight has rows", "x", k, x.shape[1])
+    same_device("x", x, "weight", packed)
+    rows(x, "x", 8)
+
+
+def rows(x: "Tensor", name: str, unit: int) -> None:
+    """Check that rows are contiguous and each starts at a multiple of ``unit`` values.
+
+    Raises:
+        UsageError: a stride that does not fit.
+    """
+    inner = x.stride(1) == 1 or x.shape[1] == 1
+    outer = x.shape[0] <= 1 or (x.stride(0) % unit == 0 and x.stride(0) >= x.shape[1])
+    _require(
+        inner and outer,
+        f"{name} has a stride that is not supported",
+        name,
+        f"(a multiple of {unit}, 1)",
+        x.stride(),
+    )
+
+
+def output(y: "Tensor", x: "Tensor", n: int) -> None:
+    """Check the output a product is written to.
+
+    Raises:
+        UsageError: a dtype, shape, stride or device that does not fit.
+    """
+    _is(y, "out", (x.dtype,), 2)
+    _shape(y, "out", (x.shape[0], n))
+    same_device("out", y, "x", x)
+    rows(y, "out", 2)
+
+
+def bias(tensor: "Tensor | None", x: "Tensor", n: int) -> None:
+    """Check a bias: (N,) of the activations' dtype.
+
+    Raises:
+        UsageError: a dtype, shape or device that does not fit.
+    """
+    if tensor is not None:
+        _is(tensor, "bias", (x.dtype,), 1)
+        _shape(tensor, "bias", (n,))
+        _require(tensor.is_contiguous(), "bias is not contiguous", "bias", "contiguous", tensor.stride())
+        same_device("bias", tensor, "x", x)
+
+
+def order(perm: "Tensor", x: "Tensor", name: str, length: int) -> None:
+    """Check a permutation of rows or columns: int32, contiguous, one entry for each.
+
+    Raises:
+        UsageError: a dtype, shape or device that does not fit.
+    """
+    import torch
+
+    _is(perm, "perm", (torch.int32,), 1)
+    _shape(perm, "perm", (length,))
+    _require(perm.is_contiguous(), "perm is not contiguous", "perm", "contiguous", perm.stride())
+    same_device("perm", perm, name, x)
+
+
+def gptq_words(words: "Tensor", bits: int) -> tuple[int, int]:
+    """Check GPTQ words (K*bits/32, N); return (K, N).
+
+    Raises:
+        UsageError: a dtype or shape that does not fit.
+    """
+    import torch
+
+    scheme(bits, -1)
+    _is(words, "words", (torch.int32,), 2)
+    k, n = words.shape[0] * 32 // bits, words.shape[1]
+    _require(
+        k % 16 == 0 and n % 64 == 0,
+        "the matrix is off the tile",
+        "words",
+        "K % 16 = 0, N % 64 = 0",
+        f"{k} x {n}",
+    )
+    _require(words.is_contiguous(), "words is not contiguous", "words", "contiguous", words.stride())
+    return k, n
+
+
+def _is(tensor: "Tensor", name: str, dtypes: tuple[object, ...], dims: int) -> None:
+    wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    _require(
+        tensor.dtype in dtypes,
+        f"{name} has the wrong dtype",
+        name,
+        wanted,
+        str(tensor.dtype).removeprefix("torch."),
+    )
+    _require(tensor.dim() == dims, f"{name} has the wrong number of dimensions", name, dims, tensor.dim())
+
+
+def _shape(tensor: "Tensor", name: str, shape: tuple[int, ...]) -> None:
+    _require(tuple(tensor.shape) == shape, f"{name} has the wrong shape", name, shape, tuple(tensor.shape))
+
+
+def same_device(name: str, tensor: "Tensor", other_name: str, other: "Tensor") -> None:
+    """Check that two tensors lie on one device.
+
+    Raises:
+        UsageError: they do not; names both devices.
+    """
+    _require(
+        tensor.device == other.device,
+        f"{name} and {other_name} are on different devices",
+        name,
+        other.device,
+        tensor.device,
+    )

@@ -1,0 +1,128 @@
+// One wrapper per instruction, so that the kernels read as C++ and every piece of inline assembly is here.
+//
+// No header of the toolkit is included: 16-bit values travel as raw bits in 32-bit registers, two to a register.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+namespace ptx {
+
+// The 32-bit address of a shared-memory pointer, as the instructions below want it.
+DEVICE u32 shared_address(const void *pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+// Copies 16 bytes from global to shared memory without a register in between, past the L1 cache; the hint makes
+// the L2 fetch the whole 128-byte line from memory at once.
+DEVICE void copy_async_16(u32 to, const void *from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// The same, but writes zeros when `bytes` is 0: rows past the end of a matrix need no branch.
+DEVICE void copy_async_16_or_zero(u32 to, const void *from, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// Closes the group of copies this thread has issued since the last call.
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most PENDING of this thread's groups are still on their way.
+template <int PENDING> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// A barrier among the `threads` threads that name the same `id`; id 0 is __syncthreads.
+DEVICE void barrier(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Lets the next kernel of the stream start its prologue now (no effect without programmatic launch).
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the previous kernel of the stream has finished and its writes can be seen.
+DEVICE void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Four 8x8 matrices of 16-bit values from shared memory: lane L gives the address of row L % 8 of matrix L / 8 and
+// receives, of each matrix, row L / 4, columns 2 (L % 4) and the next.
+DEVICE void load_matrix_x4(u32 (&to)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+// Transposes an 8x8 matrix of 16-bit values that lies across the warp.
+DEVICE u32 transpose_matrix(u32 value) {
+  u32 out;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(value));
+  return out;
+}
+
+DEVICE uint4 load_shared_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+DEVICE uint2 load_shared_8(u32 address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+DEVICE u32 load_shared_4(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+DEVICE void store_shared_8(u32 address, float2 v) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+}
+
+DEVICE float2 load_shared_float2(u32 address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+// Makes shared memory written by ordinary stores and cp.async visible to the wgmma unit.
+DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Reads a flag so that whatever was written before its release can be read after.
+DEVICE u32 load_acquire(const u32 *flag) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(flag) : "memory");
+  return v;
+}
+
+// Sets a flag after everything this thread (and, past a barrier, its block) has written.
+DEVICE void store_release(u32 *flag, u32 v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(v) : "memory");
+}
+
+// (a & b) | c in one instruction: 0xEA is that function's truth table.
+template <u32 MASK, u32 SET> DEVICE u32 and_or(u32 a) {
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(a), "n"(MASK), "n"(SET));
+  return out;
+}
+
+// Picks four bytes of the eight of b:a; nibble i of `selector` names the source of byte i.
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+  u32 out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
+  return out;
+}
+
+}  // namespace ptx

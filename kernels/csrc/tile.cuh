@@ -1,0 +1,78 @@
+// Who holds what: the shape of one block's work, and where its bytes lie in shared memory.
+//
+//   block   = SLOTS slots; a slot takes every SLOTS-th unit (64 rows of K) of the block's range of work
+//   slot    = WARPS warps side by side along N, sharing one tile of activations
+//   warp    = WORDS tiles of 16 columns (WORDS = 4: a whole chunk of 64 columns, 2: half of one)
+//   lane    = g8 = lane / 4 (column g8 and g8 + 8 of each 16), t = lane % 4 (tokens 2t, 2t + 1 of each 8)
+//
+// The product is transposed: the weight is the A operand (rows = columns n of the layer), the activations are the B
+// operand (columns = tokens), so a token tile can be as narrow as 8 and a lane's word is a whole A operand.
+#pragma once
+#include "dequant.cuh"
+
+constexpr int UNIT_K = 64;         // rows of K in one stage of one slot
+constexpr int UNIT_TILES = 4;      // tiles of 16 rows in a unit
+constexpr int CHUNK_N = 64;        // columns of one run of the packed row
+constexpr int X_ROW_BYTES = 128;   // one token's 64 activations of a unit
+
+template <int ACT_,         // FP16 or BF16: activations and output
+          int BITS_,        // 4 or 8
+          int ZEROS_,       // 1: zero points are read, 0: the zero is 2^(BITS-1)
+          int TOKENS_,      // tokens of a block: a multiple of 8
+          int WARPS_,       // warps of a slot
+          int SLOTS_,       // slots of a block
+          int WORDS_,       // 4, 2 or 1
+          int STAGES_,      // units in flight per slot, the one in use included
+          int WGMMA_>       // 1: sm_90a's warpgroup product, 0: mma.sync
+struct Tile {
+  static constexpr int ACT = ACT_, BITS = BITS_, TOKENS = TOKENS_, WARPS = WARPS_, SLOTS = SLOTS_;
+  static constexpr int WORDS = WORDS_, STAGES = STAGES_;
+  static constexpr bool ZEROS = ZEROS_ != 0, WGMMA = WGMMA_ != 0;
+
+  static constexpr int TOKEN_TILES = TOKENS / 8;
+  static constexpr int SLOT_THREADS = WARPS * 32, THREADS = SLOT_THREADS * SLOTS;
+  static constexpr int WARP_N = 16 * WORDS, TILE_N = WARP_N * WARPS, CHUNKS = TILE_N / CHUNK_N;
+  static constexpr int VECTORS = BITS / 4;                  // 16-byte vectors of a lane in a 16 x 64 tile
+  static constexpr int CHUNK_BYTES = 512 * VECTORS;         // one 16 x 64 tile
+  static constexpr int PAIRS = 2 * WORDS;                   // (word, half) pairs: accumulator pairs of a token tile
+
+  // Few tokens: the group's sum is multiplied by its scale. Many: each weight is, which needs no second sum.
+  static constexpr bool SCALE_SUMS = TOKENS <= 16 && !WGMMA;
+
+  // wgmma goes on reading a stage's activations during the next unit: such a stage is refilled one unit later.
+  static constexpr int AHEAD = STAGES - 1 - (WGMMA ? 1 : 0);
+
+  static constexpr int X_BYTES = TOKENS * X_ROW_BYTES;
+  static constexpr int W_BYTES = CHUNKS * UNIT_TILES * CHUNK_BYTES;
+  static constexpr int SCALE_ROW_BYTES = CHUNKS * 128, ZERO_ROW_BYTES = CHUNKS * 8 * BITS;
+  static constexpr int W_AT = X_BYTES, SCALES_AT = W_AT + W_BYTES, ZEROS_AT = SCALES_AT + 2 * SCALE_ROW_BYTES;
+  static constexpr int STAGE_BYTES = (ZEROS_AT + (ZEROS ? 2 * ZERO_ROW_BYTES : 0) + 1023) / 1024 * 1024;
+  static constexpr int RING_BYTES = SLOTS * STAGES * STAGE_BYTES;
+  static constexpr int SUM_BYTES = (SLOTS - 1) * TILE_N * TOKENS * 4;
+  static constexpr int SHARED_BYTES = RING_BYTES + SUM_BYTES;
+  static constexpr int PARTIAL_FLOATS = TILE_N * TOKENS;    // of one block, in the workspace
+
+  static_assert(ACT == FP16 || ACT == BF16, "activations are fp16 or bf16");
+  static_assert(BITS == 4 || BITS == 8, "codes are 4 or 8 bits wide");
+  static_assert(TOKENS % 8 == 0 && TOKENS >= 8, "tokens come in eights");
+  static_assert(WORDS == 4 || WORDS == 2 || WORDS == 1, "a warp takes a chunk, half or a quarter of one");
+  static_assert(TILE_N % CHUNK_N == 0, "a block takes whole chunks");
+  static_assert(PAIRS % SLOTS == 0, "the slots share out the accumulator pairs");
+  static_assert(AHEAD >= 1, "one unit in use, one on its way");
+  static_assert(!WGMMA || WARPS % 4 == 0, "wgmma is issued by four warps");
+};
+
+// The arguments of every W4A16 kernel, in the order of the launch.
+struct Problem {
+  const u8 *x;             // (M, ldx) 16-bit activations
+  const u8 *weight;        // (K / 16, N * BITS / 2) words
+  const u8 *scales;        // (groups, N) 16-bit, grouped order
+  const u8 *zeros;         // (groups, N * BITS / 32) words or null
+  const u8 *bias;          // (N) of the activations' type, or null
+  u8 *y;                   // (M, ldy)
+  float *partials;         // one block's sums each
+  u32 *flags;              // one per block, zero before and after
+  int m, n, k, ldx, ldy;
+  int group_shift;         // log2 of the group size; 31 where one group spans K
+  bool scales_bf16;
+};

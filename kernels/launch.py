@@ -1,0 +1,212 @@
+"""Devices, kernels and launches: what must be ready before a kernel can start, kept once it is.
+
+Everything that costs time (reading a cubin, a kernel's attributes, a workspace) happens at the first call for a
+device, or in ``prepare``; a launch afterwards is a look-up and one call of cuda-core.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from w4pack.convert.errors import UsageError
+from w4pack.kernels import tiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CUBINS = Path(__file__).resolve().parent / "cubins"
+MAX_SHARED_DEFAULT = 48 * 1024  # above it a kernel must be told
+SPARE_WORKSPACES = 2  # made with the first one: a stream met during a graph capture cannot allocate
+_lock = threading.Lock()
+
+
+class _Raw:
+    """A stream handle of torch in the form cuda-core takes."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.handle)
+
+
+@dataclass(slots=True)
+class Workspace:
+    """Sums that blocks hand over, and a flag for each block that is zero between launches."""
+
+    sums: "Tensor"
+    flags: "Tensor"
+
+
+@dataclass(slots=True)
+class Device:
+    """One card: its cubins' architecture, loaded kernels, stream objects and workspaces."""
+
+    index: int
+    core: Any
+    arch: str
+    multiprocessors: int
+    kernels: dict[tuple[str, int], Any] = field(default_factory=dict)
+    streams: dict[int, Any] = field(default_factory=dict)
+    workspaces: dict[int, Workspace] = field(default_factory=dict)
+    spare: list[Workspace] = field(default_factory=list)
+
+    @property
+    def programmatic(self) -> bool:
+        """Whether kernels may start before the previous one has finished."""
+        return self.arch != "sm_80" and self.arch != tiles.PTX_ARCH
+
+    def kernel(self, entry: str, shared: int = 0) -> Any:
+        """Return a kernel, loaded and told how much shared memory it will use."""
+        found = self.kernels.get((entry, shared))
+        if found is None:
+            found = self.kernels[entry, shared] = _load(self, entry, shared)
+        return found
+
+    def stream(self, handle: int) -> Any:
+        """Return the cuda-core object of a raw stream handle."""
+        found = self.streams.get(handle)
+        if found is None:
+            found = self.streams[handle] = self.core.create_stream(_Raw(handle))
+        return found
+
+    def workspace(self, handle: int) -> Workspace:
+        """Return the workspace of a stream: kernels of one stream do not meet, those of two might."""
+        found = self.workspaces.get(handle)
+        if found is None:
+            with _lock:
+                found = self.workspaces[handle] = self.spare.pop() if self.spare else _make_workspace(self)
+        return found
+
+
+@cache
+def device(index: int) -> Device:
+    """Return a card, ready for launches.
+
+    Raises:
+        UsageError: the card is older than sm_80, or the cubins or cuda-core are missing.
+    """
+    import torch
+
+    capability = torch.cuda.get_device_capability(index)
+    arch = supported_arch(capability, f"cuda:{index}")
+    core = _core().Device(index)
+    properties = torch.cuda.get_device_properties(index)
+    with torch.cuda.device(index):
+        core.set_current()
+        found = Device(index, core, arch, properties.multi_processor_count)
+        found.spare = [_make_workspace(found) for _ in range(1 + SPARE_WORKSPACES)]
+    return found
+
+
+def supported_arch(capability: tuple[int, int], where: str) -> str:
+    """Return whose files a card runs.
+
+    Raises:
+        UsageError: the card is below sm_80.
+    """
+    arch = tiles.arch_of(capability)
+    if arch is None:
+        raise UsageError(
+            "the card is too old for the kernels",
+            code="card-too-old",
+            where=where,
+            expected="compute capability 8.0 or later",
+            found=f"{capability[0]}.{capability[1]}",
+            hint="the model runs on the CPU: --device cpu",
+        )
+    return arch
+
+
+def table_arch(arch: str) -> str:
+    """Return whose tile table serves an architecture: PTX is built of sm_80's."""
+    return "sm_80" if arch == tiles.PTX_ARCH else arch
+
+
+def _core() -> Any:
+    try:
+        import cuda.core
+
+        return cuda.core
+    except ImportError as error:
+        raise UsageError(
+            "running on a GPU needs cuda-core", code="extra-missing", hint="pip install 'w4pack[gpu]'"
+        ) from error
+
+
+def _load(card: Device, entry: str, shared: int) -> Any:
+    suffix = "ptx" if card.arch == tiles.PTX_ARCH else "cubin"
+    path = CUBINS / card.arch / f"{entry}.{suffix}"
+    if not path.is_file():
+        raise UsageError(
+            "a compiled kernel is missing",
+            code="kernel-missing",
+            where=f"kernels/cubins/{card.arch}/{path.name}",
+            hint="in a source checkout build them once: make kernels",
+        )
+    code = _core().ObjectCode
+    module = code.from_ptx(path.read_bytes()) if suffix == "ptx" else code.from_cubin(path.read_bytes())
+    kernel = module.get_kernel(entry)
+    if shared > MAX_SHARED_DEFAULT:
+        _allow_shared(kernel, shared, card.index)
+    return kernel
+
+
+def _allow_shared(kernel: Any, shared: int, index: int) -> None:
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    handle = driver.CUkernel(int(kernel.handle))
+    (status,) = driver.cuKernelSetAttribute(attribute, shared, handle, driver.CUdevice(index))
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise UsageError(
+            "the card has less shared memory than the kernel needs",
+            where=f"cuda:{index}",
+            found=f"{shared} bytes asked for",
+        )
+
+
+def _make_workspace(card: Device) -> Workspace:
+    import torch
+
+    sums, flags = tiles.workspace_bytes(table_arch(card.arch), card.multiprocessors)
+    where = torch.device("cuda", card.index)
+    made = Workspace(
+        torch.empty(sums // 4, dtype=torch.float32, device=where),
+        torch.zeros(flags, dtype=torch.int32, device=where),
+    )
+    torch.cuda.synchronize(where)  # the flags are zero before any stream can use them
+    return made
+
+
+@cache
+def _config(grid: int | tuple[int, int], threads: int, shared: int, programmatic: bool) -> Any:
+    return _core().LaunchConfig(
+        grid=grid, block=threads, shmem_size=shared, programmatic_stream_serialization=programmatic
+    )
+
+
+def start(
+    card: Device,
+    entry: str,
+    grid: int | tuple[int, int],
+    threads: int,
+    shared: int,
+    handle: int,
+    *arguments: Any,
+) -> None:
+    """Launch a kernel on a raw stream handle; pointers and ints as ctypes or Python ints (64 bit)."""
+    launch = _core_launch()
+    launch(
+        card.stream(handle),
+        _config(grid, threads, shared, card.programmatic),
+        card.kernel(entry, shared),
+        *arguments,
+    )
+
+
+@cache
+def _core_launch() -> Any:
+    return _core().launch

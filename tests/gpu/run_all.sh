@@ -1,0 +1,27 @@
+#!/bin/sh
+# Everything that needs a card, in one command: the tests, the sanitizer where there is one, the benchmark.
+#
+#   sh tests/gpu/run_all.sh [tests] [sanitizer] [bench]      (all three where none is named)
+#
+# Needs built cubins (make kernels) and, for the golden tests, the fixtures folder (W4PACK_SHARED).
+set -eu
+cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-python3}
+root=$(mktemp -d)
+ln -s "$PWD" "$root/w4pack"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+[ $# -gt 0 ] || set -- tests sanitizer bench
+for part in "$@"; do
+    case $part in
+    tests) "$PYTHON" -m pytest -q -p no:cacheprovider -W default -m gpu tests/gpu --durations=5 ;;
+    sanitizer)
+        if command -v compute-sanitizer >/dev/null; then
+            for tool in memcheck racecheck; do
+                compute-sanitizer --tool "$tool" --error-exitcode 1 "$PYTHON" tests/gpu/sanitize.py
+            done
+        else
+            echo "no compute-sanitizer here"
+        fi ;;
+    bench) "$PYTHON" benchmarks/gemm.py ;;
+    esac
+done
