@@ -380,6 +380,24 @@ def test_a_second_file_that_is_no_copy_of_the_model_is_left_out(tmp_path: Path) 
     assert refusal(tmp_path).code == "two-weight-sets"
 
 
+def test_a_part_of_the_model_beside_it_is_refused(tmp_path: Path) -> None:
+    model = {name: numbers(2) for name in "abcdef"}
+    write(tmp_path, {"model.safetensors": model, "model-00002-of-00005.safetensors": {"f": numbers(2)}})
+    error = refusal(tmp_path)
+    assert error.code == "two-weight-sets"
+    assert "model-00002-of-00005.safetensors" in str(error.found)
+
+
+def test_an_index_of_another_name_does_not_count_beside_the_usual_file(tmp_path: Path) -> None:
+    other = "consolidated.safetensors"
+    write(tmp_path, {"model.safetensors": {"w": numbers(2)}, other: {"layers.w": numbers(2)}})
+    index = {"weight_map": {"layers.w": other}}
+    (tmp_path / "consolidated.safetensors.index.json").write_text(json.dumps(index))
+    with opened(tmp_path) as got:
+        assert got.weight_files == ("model.safetensors",)
+        assert [entry[0] for entry in got.left_out] == [other, f"{other}.index.json"]
+
+
 def test_a_whole_series_without_an_index_is_read_and_said(tmp_path: Path) -> None:
     files = sharded(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
@@ -494,6 +512,13 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     with opened(tmp_path) as got:  # the index says which one counts
         assert (got.read("a.10") == files[first]["a.10"]).all()
         assert [n.code for n in got.notices] == ["duplicate-tensor"]
+        assert got.notices[0].where == f"{second}, a.10"
+    moved = {first: {"a.2": files[first]["a.2"]}, second: files[second] | {"a.10": numbers(3)}}
+    write_index(tmp_path, moved)
+    with opened(tmp_path) as got:
+        assert got.tensors["a.10"].file == second
+        assert (got.read("a.10") >= 1000).all()
+        assert got.notices[0].where == f"{first}, a.10"
     (tmp_path / "model.safetensors.index.json").unlink()
     error = refusal(tmp_path)
     assert error.code == "duplicate-tensor"
