@@ -14,10 +14,11 @@ from w4pack.convert.hub.card import record_proof
 from w4pack.convert.hub.resolve import tensor_names
 from w4pack.convert.jobs import manifest
 from w4pack.convert.jobs.verify import verify_output
+from w4pack.convert.planning.options import HUB_FILE_LIMIT
 
 CARD = "README.md"
 CONFIG = "config.json"
-FILE_LIMIT = 50_000_000_000  # bytes; the Hub takes no larger single file
+FILE_LIMIT = HUB_FILE_LIMIT
 CHUNK = 8 << 20
 WEIGHTS = (".safetensors", ".bin")
 
