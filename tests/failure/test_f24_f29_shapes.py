@@ -288,15 +288,17 @@ def test_f27_one_layer_of_group_16_does_not_lose_the_model(tmp_path: Path) -> No
 # --- F28: N off the tile ----------------------------------------------------------------------------------
 
 
-def off_tile() -> b.Model:
-    """Return a model with N = 48 (k, v) and 1440 (gate, up)."""
+def off_tile(sym: bool = True) -> b.Model:
+    """Return a model with N = 48 (k, v) and 1440 (gate, up); down_proj's padding makes a whole group."""
     config = b.llama_config(head_dim=48, num_key_value_heads=1, intermediate_size=1440)
-    return b.model(28, config, group=32)
+    return b.model(28, config, group=32, sym=sym)
 
 
-def test_f28_artifact_pads_and_unpack_gives_the_real_size_back(tmp_path: Path) -> None:
-    model = off_tile()
-    source = b.write(tmp_path / "src", model, b.gptq, b.gptq_config(group=32))
+@pytest.mark.parametrize("sym", [True, False])
+def test_f28_artifact_pads_and_unpack_gives_the_real_size_back(sym: bool, tmp_path: Path) -> None:
+    model = off_tile(sym)
+    settings = b.gptq_config(group=32, sym=sym, checkpoint_format="gptq_v2")
+    source = b.write(tmp_path / "src", model, b.gptq_v2, settings)
     out = tmp_path / "out"
     convert(source, out, "marlin").expect(0)
     for name, linear in oracle.decode_folder(out).items():  # the decoder checks that the padding adds nothing
