@@ -1,6 +1,7 @@
 """The command line: parse, call one function of ``w4pack.convert``, print. Nothing else.
 
-Only click and the errors are imported here, so that ``--help`` is instant; each command imports what it needs.
+Only click and the errors are imported here, so that ``--help`` is instant; each command imports what it
+needs.
 """
 
 import contextlib
@@ -8,11 +9,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import click
 
 from w4pack.convert.errors import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_VERIFY, W4PackError
+
+if TYPE_CHECKING:
+    from w4pack.convert.jobs.execute import StopFlag
+
+    Numbers = click.ParamType[tuple[int, ...]]
+    Number = click.ParamType[int]
+else:
+    Number = Numbers = click.ParamType  # generic in new releases of click only
 
 F = TypeVar("F", bound=Callable[..., Any])
 TARGETS = ("marlin", "marlin-legacy", "gptq", "awq", "compressed-tensors", "dense")
@@ -79,11 +88,11 @@ running_options = _options(
 thorough_option = click.option("--thorough", is_flag=True, help="Read every deciding tensor, not a sample.")
 
 
-class Size(click.ParamType):
+class Size(Number):
     """A number of bytes: ``5GB``, ``500MB``, ``4GiB``, ``1000000``."""
 
     name = "size"
-    UNITS = {
+    UNITS: ClassVar[dict[str, int]] = {
         "": 1,
         "B": 1,
         "KB": 10**3,
@@ -94,7 +103,7 @@ class Size(click.ParamType):
         "MIB": 2**20,
         "GIB": 2**30,
         "TIB": 2**40,
-    }  # noqa: RUF012
+    }
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Turn text into bytes."""
@@ -108,7 +117,7 @@ class Size(click.ParamType):
             self.fail(f"{value!r} is no size; write 5GB or 4GiB", param, ctx)
 
 
-class IntList(click.ParamType):
+class IntList(Numbers):
     """Numbers separated by commas."""
 
     name = "numbers"
@@ -161,7 +170,8 @@ def root() -> None:
 @click.option(
     "--regroup",
     is_flag=True,
-    help="Re-quantize layers whose act-order the target cannot carry. Lossy; the error is measured and reported.",
+    help="Re-quantize layers whose act-order the target cannot carry. "
+    "Lossy; the error is measured and reported.",
 )
 @click.option(
     "--widen", is_flag=True, help="Write asymmetric 4-bit layers as symmetric 8 bit. Exact; twice the size."
@@ -245,7 +255,8 @@ def inspect(**given: Any) -> None:
 @hub_options
 @output_options
 def check(**given: Any) -> None:
-    """Say whether an engine takes PATH, refuses it, computes something else, or is slow; exit code 3 means no.
+    """Say whether an engine takes PATH, refuses it, computes something else, or is slow; exit code 3 means
+    no.
 
     \b
     w4pack check ORG/NAME --engine vllm --tp 1,2,4,8
@@ -374,7 +385,7 @@ def _quiet_exit() -> NoReturn:
     sys.exit(EXIT_OK)
 
 
-def _stop_flag() -> Any:
+def _stop_flag() -> "StopFlag":
     """Return a flag that SIGINT and SIGTERM set; workers stop at the next block."""
     from w4pack.convert.jobs.execute import StopFlag
 

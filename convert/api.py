@@ -8,18 +8,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from w4pack.convert.core.facts import ModelFacts
+from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import EXIT_FAILED, Refused, UsageError
 from w4pack.convert.events import Quiet, Reporter
 from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.hub.resolve import HubSource, LocalSource, commit_of, parse_source, snapshot
-from w4pack.convert.jobs.conversion import Report, Running, convert_source, plan_conversion
+from w4pack.convert.jobs.conversion import (
+    CardMaker,
+    OnPlan,
+    Report,
+    Running,
+    convert_source,
+    folder_of,
+    plan_conversion,
+)
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan, planned_facts
-from w4pack.convert.source.detect import DetectOptions, Source, read_source, source_facts
+from w4pack.convert.source.detect import DetectOptions, Evidence, Source, read_source, source_facts
+
+if TYPE_CHECKING:
+    from w4pack.convert.hub.access import Access
+    from w4pack.convert.hub.push import PushReport
 
 ENGINES = ("vllm", "sglang", "transformers", "w4pack")
 SAMPLE_LIMIT = 64 << 20  # bytes of deciding tensors that inspect and check read without ``thorough``
@@ -38,7 +50,7 @@ class Where:
 def opened(
     text: str | Path, where: Where, reporter: Reporter
 ) -> Iterator[tuple[Checkpoint, Mapping[str, str] | None]]:
-    """Open a source for reading whole; a Hub id is downloaded first. Yields it and its origin (None: a folder)."""
+    """Open a source for reading whole, a Hub id downloaded first. Yields it and its origin, if any."""
     found = parse_source(str(text), where.revision)
     origin: Mapping[str, str] | None = None
     if isinstance(found, HubSource):
@@ -69,19 +81,26 @@ def glimpsed(
     from w4pack.convert.hub.remote import HubStore
 
     reporter.event("note", text=found.notice)
-    with open_checkpoint(HubStore(found, **({"limit": None} if thorough else {}))) as checkpoint:
+    with open_checkpoint(HubStore(found, thorough=thorough)) as checkpoint:
         yield checkpoint, found.label
 
 
-def detect_options(options: ConvertOptions, evidence: Any = "all") -> DetectOptions:
+def detect_options(options: ConvertOptions, evidence: Evidence = "all") -> DetectOptions:
     """Return the part of the options that speaks of the source."""
     return DetectOptions(evidence, options.zero_reading, options.source_format, options.ignore_key)
 
 
 def convert(
-    src: str | Path, out: str | Path, *, options: ConvertOptions | None = None, where: Where | None = None, running: Running | None = None,
-    verify_after: bool = False, on_plan: Any = None, **choices: Any,
-) -> Report:  # fmt: skip
+    src: str | Path,
+    out: str | Path,
+    *,
+    options: ConvertOptions | None = None,
+    where: Where | None = None,
+    running: Running | None = None,
+    verify_after: bool = False,
+    on_plan: OnPlan | None = None,
+    **choices: Any,
+) -> Report:
     """Convert ``src`` to ``out``. ``choices`` are fields of ConvertOptions, e.g. ``to="gptq", regroup=True``.
 
     Returns a Report. Raises Refused (3) before anything is written, SourceError or OutputError (1),
@@ -102,7 +121,7 @@ def convert(
 
 def plan(
     src: str | Path, *, options: ConvertOptions, where: Where, running: Running
-) -> tuple[Plan, Any, ModelFacts, Source]:
+) -> tuple[Plan, tuple[Warning_, ...], ModelFacts, Source]:
     """Plan a conversion without writing. Returns (plan, warnings, facts of the output, source)."""
     options.check()
     with opened(src, where, running.reporter) as (checkpoint, origin):
@@ -128,7 +147,7 @@ def _verify_now(out: Path, source: Source, label: str, running: Running) -> None
         )
 
 
-def _card_maker(source: Source, origin: Mapping[str, str] | None) -> Any:
+def _card_maker(source: Source, origin: Mapping[str, str] | None) -> CardMaker:
     from w4pack.convert.hub.fill import card_of
 
     return lambda made, errors: card_of(source, made, origin, errors)
@@ -138,7 +157,7 @@ def card_for(source: Source, made: Plan, src: str | Path, where: Where) -> str:
     """Return the model card a conversion would write, to have it checked before the conversion starts."""
     found = parse_source(str(src), where.revision)
     origin = {"id": found.repo_id} if isinstance(found, HubSource) else None
-    return str(_card_maker(source, origin)(made, {}))
+    return _card_maker(source, origin)(made, {})
 
 
 def inspect(
@@ -158,20 +177,25 @@ def inspect(
 
 
 def _glimpse(checkpoint: Checkpoint, *, thorough: bool) -> Source:
-    """Read a source for a question: every deciding tensor where they are small enough or asked for, else a sample."""
+    """Read a source for a question: all deciding tensors if they are small or asked for, else a sample."""
     small = sum(
         t.nbytes
         for t in checkpoint.tensors.values()
         if t.name.endswith(("qzeros", "weight_zero_point", "g_idx"))
     )
-    evidence = "all" if thorough or small <= SAMPLE_LIMIT // 8 else "sample"
+    evidence: Evidence = "all" if thorough or small <= SAMPLE_LIMIT // 8 else "sample"
     return read_source(checkpoint, DetectOptions(evidence))
 
 
 def check(
-    path: str | Path, *, engines: Sequence[str] = ENGINES, tp: Sequence[int] = (1,), where: Where | None = None, thorough: bool = False,
+    path: str | Path,
+    *,
+    engines: Sequence[str] = ENGINES,
+    tp: Sequence[int] = (1,),
+    where: Where | None = None,
+    thorough: bool = False,
     reporter: Reporter | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Say what each engine would do with a checkpoint at each tensor parallelism: one object per engine."""
     from w4pack.convert.engines import rules
 
@@ -194,11 +218,17 @@ def check(
         ok = all(r.ok for r in results)
         answers.append(
             {
-                "schema": 1, "path": label, "engine": engine, "engine_version": rules.engine_version(engine), "ok": ok,
-                "evidence": facts.evidence, "bytes_read": facts.bytes_read, "results": [asdict(r) for r in results],
+                "schema": 1,
+                "path": label,
+                "engine": engine,
+                "engine_version": rules.engine_version(engine),
+                "ok": ok,
+                "evidence": facts.evidence,
+                "bytes_read": facts.bytes_read,
+                "results": [asdict(r) for r in results],
                 "suggestion": None if ok else _pasted(rules.suggest(results, facts), label),
             }
-        )  # fmt: skip
+        )
     return answers
 
 
@@ -237,9 +267,15 @@ def verify(
                     source = read_source(checkpoint, detect_options(options))
                     proof = verify_output(made, value, source, str(out), str(against), workers)
     return {
-        "schema": 1, "path": proof.path, "against": proof.against, "ok": proof.ok, "lossless": proof.lossless, "tensors": proof.tensors,
-        "compared": proof.compared, "failures": [asdict(f) for f in proof.failures],
-    }  # fmt: skip
+        "schema": 1,
+        "path": proof.path,
+        "against": proof.against,
+        "ok": proof.ok,
+        "lossless": proof.lossless,
+        "tensors": proof.tensors,
+        "compared": proof.compared,
+        "failures": [asdict(f) for f in proof.failures],
+    }
 
 
 def unpack(
@@ -252,7 +288,10 @@ def unpack(
 
     running = running or Running()
     with opened(path, where or Where(), running.reporter) as (checkpoint, _):
-        value = manifest.load(Path(checkpoint.store.root))
+        folder = folder_of(checkpoint)
+        if folder is None:
+            raise ValueError("an artifact is unpacked from a folder")
+        value = manifest.load(folder)
         source = read_source(checkpoint, DetectOptions())
         check_place(source, Path(out), running)
         return unpack_source(source, value, Path(out), running)
@@ -264,10 +303,10 @@ def push(
     *,
     private: bool = False,
     token: str | None = None,
-    access: Any = None,
+    access: "Access | None" = None,
     reporter: Reporter | None = None,
     bars: bool = False,
-) -> Any:
+) -> "PushReport":
     """Upload an output to the Hub, config.json last. Returns a PushReport."""
     from w4pack.convert.hub.push import push as upload
 

@@ -6,10 +6,12 @@ Data goes to stdout, everything else to stderr; with ``--json`` stdout holds JSO
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from w4pack.convert import api
+from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import Refused, UsageError
 from w4pack.convert.events import (
     SCHEMA,
@@ -21,9 +23,15 @@ from w4pack.convert.events import (
     time_text,
     warning_fields,
 )
-from w4pack.convert.jobs.conversion import MEMORY, Running
+from w4pack.convert.jobs.conversion import MEMORY, Report, Running
+from w4pack.convert.jobs.execute import StopFlag
 from w4pack.convert.planning.options import HUB_FILE_LIMIT, ConvertOptions
+from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.show import plan_event, text
+from w4pack.convert.source.detect import Source
+
+if TYPE_CHECKING:
+    from w4pack.convert.hub.access import Access
 
 Given = Mapping[str, Any]
 
@@ -47,18 +55,27 @@ def _reporter(given: Given) -> Reporter:
     return Quiet() if given["quiet"] else Human()
 
 
-def _running(given: Given, stop: Any, reporter: Reporter) -> Running:
+def _running(given: Given, stop: StopFlag, reporter: Reporter) -> Running:
     return Running(given["threads"], given["resume"], given["overwrite"], given["strict"], reporter, stop)
 
 
 def _convert_options(given: Given) -> ConvertOptions:
     return ConvertOptions(
-        given["to"], given["dtype"], given["max_shard_size"], given["regroup"], given["widen"], given["pad_for_tp"], given["fold_act_order"],
-        given["round_scales"], given["zero_reading"], given["source_format"], tuple(given["ignore_key"]),
-    )  # fmt: skip
+        to=given["to"],
+        dtype=given["dtype"],
+        max_shard_size=given["max_shard_size"],
+        regroup=given["regroup"],
+        widen=given["widen"],
+        pad_for_tp=given["pad_for_tp"],
+        fold_act_order=given["fold_act_order"],
+        round_scales=given["round_scales"],
+        zero_reading=given["zero_reading"],
+        source_format=given["source_format"],
+        ignore_key=tuple(given["ignore_key"]),
+    )
 
 
-def run_convert(given: Given, stop: Any) -> None:
+def run_convert(given: Given, stop: StopFlag) -> None:
     """Plan, print the plan, work, print what was done."""
     options, out = _convert_options(given), Path(given["out"])
     _check_sizes(given, options)
@@ -76,7 +93,7 @@ def run_convert(given: Given, stop: Any) -> None:
             where=_where(given),
             running=running,
             verify_after=given["verify_after"],
-            on_plan=lambda *made: _show_plan(given, out, *made),
+            on_plan=partial(_show_plan, given, out),
         )
     finally:
         reporter.close()
@@ -115,7 +132,14 @@ def _dry_run(given: Given, options: ConvertOptions, running: Running) -> None:
 
 
 def _show_plan(
-    given: Given, out: Path, plan: Any, warnings: Sequence[Any], facts: Any, source: Any, *, dry: bool = False
+    given: Given,
+    out: Path,
+    plan: Plan,
+    warnings: Sequence[Warning_],
+    facts: ModelFacts,
+    source: Source,
+    *,
+    dry: bool = False,
 ) -> None:
     if given["quiet"] and not (dry or given["as_json"]):
         return
@@ -128,13 +152,18 @@ def _show_plan(
         _say(*(f"warning: {w['text']}" for w in event["warnings"]))
 
 
-def _tell_done(given: Given, report: Any) -> None:
-    fields = {
-        "out": str(report.out), "target": report.target, "lossless": report.lossless, "bytes": report.plan.output_bytes,
-        "seconds": round(report.seconds, 3), "relative_errors": dict(report.errors), "warnings": len(report.warnings),
-    }  # fmt: skip
+def _tell_done(given: Given, report: Report) -> None:
     if given["as_json"]:
-        JsonLines().event("done", **fields)
+        JsonLines().event(
+            "done",
+            out=str(report.out),
+            target=report.target,
+            lossless=report.lossless,
+            bytes=report.plan.output_bytes,
+            seconds=round(report.seconds, 3),
+            relative_errors=dict(report.errors),
+            warnings=len(report.warnings),
+        )
         return
     if given["quiet"]:
         return
@@ -142,14 +171,15 @@ def _tell_done(given: Given, report: Any) -> None:
         _say(f"{name}: re-quantized, relative error {error:.3g}")
     rate = report.plan.source_bytes / max(report.seconds, 1e-9)
     _say(
-        f"wrote {report.out}: {size_text(fields['bytes'])} in {time_text(report.seconds)} ({size_text(int(rate))}/s), {'lossless' if report.lossless else 'not lossless'}",
+        f"wrote {report.out}: {size_text(report.plan.output_bytes)} in {time_text(report.seconds)} "
+        f"({size_text(int(rate))}/s), {'lossless' if report.lossless else 'not lossless'}",
         f"next: w4pack verify {report.out} --against {given['src']}",
     )
 
 
-def _preflight(given: Given, options: ConvertOptions, running: Running) -> Any:
+def _preflight(given: Given, options: ConvertOptions, running: Running) -> "Access":
     """Find out before the conversion whether the upload can work: token, rights, the card's header."""
-    from w4pack.convert.hub.push import preflight
+    from w4pack.convert.hub.access import preflight
 
     made, _, _, source = api.plan(given["src"], options=options, where=_where(given), running=running)
     card = api.card_for(source, made, given["src"], _where(given))
@@ -167,6 +197,8 @@ def run_inspect(given: Given) -> None:
         _print_json(value)
     elif not given["quiet"]:
         print(described(value), flush=True)
+        _say(*(f"warning: {w['text']}" for w in value["warnings"]))
+        _say(*(f"warning: not convertible as it is: {p['what']} ({p['where']})" for p in value["problems"]))
 
 
 def _question_reporter(given: Given) -> Reporter:
@@ -249,17 +281,19 @@ def run_verify(given: Given) -> bool:
     elif not given["quiet"]:
         for failure in value["failures"]:
             print(
-                f"differs   {failure['tensor']}: {failure['kind']}: expected {failure['expected']}, found {failure['found']}"
+                f"differs   {failure['tensor']}: {failure['kind']}: "
+                f"expected {failure['expected']}, found {failure['found']}"
             )
         compared = f", {value['compared']} compared with {value['against']}" if value["against"] else ""
         print(
-            f"{'ok' if value['ok'] else 'FAILED'}        {value['tensors']} tensors{compared}, {len(value['failures'])} wrong",
+            f"{'ok' if value['ok'] else 'FAILED'}        {value['tensors']} tensors{compared}, "
+            f"{len(value['failures'])} wrong",
             flush=True,
         )
     return bool(value["ok"])
 
 
-def run_unpack(given: Given, stop: Any) -> None:
+def run_unpack(given: Given, stop: StopFlag) -> None:
     """Turn an artifact back and say so."""
     reporter = _reporter(given)
     try:
@@ -274,7 +308,7 @@ def run_unpack(given: Given, stop: Any) -> None:
         _say(f"wrote {given['out']}: {count} tensors, all proved equal to the source's")
 
 
-def run_push(given: Given, access: Any = None) -> None:
+def run_push(given: Given, access: "Access | None" = None) -> None:
     """Upload an output and say where it is."""
     reporter = _reporter(given)
     folder = Path(given["out"])

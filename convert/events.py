@@ -1,6 +1,7 @@
 """What a job tells while it runs: for people, for programs, or only its errors.
 
-Data goes to stdout, everything else to stderr. JSON lines are flushed one by one; the last is ``done`` or ``error``.
+Data goes to stdout, everything else to stderr. JSON lines are flushed one by one; the last is ``done`` or
+``error``.
 """
 
 import json

@@ -143,7 +143,7 @@ class CodeMap:
         return self._padded(block, rows, cols)
 
     def stored(self, block: Block) -> NDArray[Any] | None:
-        """Return the block as the file stores it if codes are used as they are, else None: to repack directly."""
+        """Return the block as the file stores it, for direct repacking; None if its codes need more."""
         scheme, grid = self.reader.layer.scheme, self.reader.grid
         inside = block.k1 <= scheme.in_features and block.n1 <= scheme.out_features
         plain = (

@@ -164,8 +164,8 @@ def convert_source(
     card     ``card(plan, errors) -> str`` makes the output's README; None: no card
     on_plan  called with (plan, warnings, facts of the output, source) before anything is written
 
-    Raises Refused before anything is written; OutputError, SourceError, Interrupted while running. OUT appears
-    complete or not at all.
+    Raises Refused before anything is written; OutputError, SourceError, Interrupted while running. OUT
+    appears complete or not at all.
     """
     started = time.monotonic()
     check_place(source, out, running)

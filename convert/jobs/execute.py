@@ -1,8 +1,8 @@
-"""Runs a plan: a few threads take small tasks, data is written at planned offsets, what is finished is journaled.
+"""Runs a plan: a few threads take small tasks, write at planned offsets, and journal what is finished.
 
-The bytes do not depend on the number of threads or on their order: every task writes its own range, and every
-value comes from the plan. Memory does not grow with the model: what is alive is one block per thread and the small
-tensors of the layers in work.
+The bytes do not depend on the number of threads or on their order: every task writes its own range, and
+every value comes from the plan. Memory does not grow with the model: what is alive is one block per thread
+and the small tensors of the layers in work.
 """
 
 import threading
@@ -179,7 +179,7 @@ class Executor:
 
 
 def open_journal(path: Path, plan: Plan, *, resume: bool) -> tuple[Journal, list[Finished]]:
-    """Open the journal, and return what an earlier run of the same job finished. Raises Refused for another job."""
+    """Open the journal, with what an earlier run of the same job finished. Raises Refused for another job."""
     if not resume:
         return Journal(path, plan, fresh=True), []
     earlier, end = journal.read(path, plan)

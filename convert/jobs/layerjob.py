@@ -1,7 +1,7 @@
 """One layer's work: its small tensors, made whole, and the map by which its codes are made block by block.
 
-``execute`` writes what this module makes, ``verify`` compares what was written with it: both see the same values,
-and neither knows a format.
+``execute`` writes what this module makes, ``verify`` compares what was written with it: both see the same
+values, and neither knows a format.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from w4pack.convert.source.detect import ORDER_SUFFIXES, Source, SourceLayer, gr
 class LayerJob:
     """Everything that is needed to write one layer.
 
-    params  of the output, natural order, padding included where the plan pads (not the artifact's own padding)
+    params  of the output, natural order, with the plan's padding (not the artifact's own)
     codes   how codes are made; its ``out`` is the output's scheme
     """
 
@@ -86,7 +86,7 @@ def row_map(group: NDArray[np.int32] | None, plan: LayerPlan, in_features: int) 
 def column_map(
     order: NDArray[np.int32] | None, halves: int, available: int, wanted: int
 ) -> NDArray[np.int32] | None:
-    """Return the source column of each output column, PADDING where padded; None: in order, padded at the end.
+    """Return the source column of each output column, PADDING where there is none; None: in order.
 
     order   permutation of one half's columns, or None
     halves  2 where gate and up are stacked along N: each half is permuted and padded by itself
@@ -144,7 +144,7 @@ def fold_order(
 def _padded_group(
     group: NDArray[np.int32], rows: NDArray[np.int32] | None, out: QuantScheme
 ) -> NDArray[np.int32]:
-    """Return the group of each output row, 0 for padding: for outputs that keep the source's groups as they are."""
+    """Return the group of each output row, 0 for padding: for outputs that keep the source's groups."""
     if rows is not None:
         return np.where(rows == PADDING, 0, group[rows]).astype(np.int32)
     padded = np.zeros(out.in_features, np.int32)
@@ -153,7 +153,7 @@ def _padded_group(
 
 
 def _regrouped(rows: NDArray[np.int32], out: QuantScheme) -> NDArray[np.int32]:
-    """Return the group map of natural rows for an output whose sorted rows fall into groups of ``group_size``."""
+    """Return the group map of natural rows for an output whose sorted rows fall into equal groups."""
     group = np.empty(out.in_features, np.int32)
     group[rows] = natural_group(out.in_features, out.group_size)
     return group

@@ -1,7 +1,10 @@
-"""``w4pack.json``: what was done, to what, and the hashes that prove it. Deterministic: no dates, no local paths."""
+"""``w4pack.json``: what was done, to what, and the hashes that prove it.
+
+Deterministic: no dates, no local paths.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +100,7 @@ def _unpack(plan: Plan, source: Source, written: Written) -> dict[str, Any]:
 
 
 def _dense(plan: DensePlan, checkpoint: Checkpoint, written: Written) -> dict[str, Any]:
-    """Say how a tensor outside the linears goes back; its source's hash is its own where the bytes travelled."""
+    """Say how a tensor outside the linears goes back; a copy's hash is that of its source."""
     info = checkpoint.tensors[plan.source]
     entry: dict[str, Any] = to_plain(plan)
     made = written.reports.get(plan.source, {}).get("sha256", written.hashes[plan.name])
@@ -180,7 +183,7 @@ def check(value: Any, path: Path) -> None:
             raise SourceError("the manifest is damaged", code="manifest", where=f"{path}: tensors.{name}")
 
 
-def of_store(read: Any, files: Mapping[str, int]) -> dict[str, Any] | None:
+def of_store(read: Callable[[str, int], bytes], files: Mapping[str, int]) -> dict[str, Any] | None:
     """Return the manifest of a source that w4pack wrote, or None. ``read(name, limit)`` reads a file."""
     if NAME not in files:
         return None

@@ -83,7 +83,7 @@ class OutFiles:
 
 
 def digest_range(fd: int, offset: int, nbytes: int) -> str:
-    """Return the sha256 of ``nbytes`` bytes of an open file; a short file gives another one, never an error."""
+    """Return the sha256 of ``nbytes`` bytes of an open file; a short file gives another one, no error."""
     sha = hashlib.sha256()
     buffer = bytearray(min(HASH_CHUNK, nbytes))
     view = memoryview(buffer)

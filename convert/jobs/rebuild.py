@@ -1,8 +1,8 @@
-"""The way back: what `unpack` needs to know of a layer, and how a source's small tensors are made from it again.
+"""The way back: what `unpack` needs to know of a layer, and how a source's small tensors are made again.
 
-The record is made while converting, when the source is at hand: each small tensor is rebuilt from the artifact's
-values and compared with the real one. What does not come out equal (a group map, dummy zeros, float zeros of
-gemv_fast) is kept in the record itself, so that `unpack` never has to guess.
+The record is made while converting, when the source is at hand: each small tensor is rebuilt from the
+artifact's values and compared with the real one. What does not come out equal (a group map, dummy zeros,
+float zeros of gemv_fast) is kept in the record itself, so that `unpack` never has to guess.
 """
 
 import base64

@@ -1,10 +1,10 @@
-"""The staging folder: what is being written, beside OUT on the same file system, until one rename publishes it.
+"""The staging folder: what is being written, beside OUT on its file system, until one rename publishes it.
 
     OUT.w4pack-staging/journal.jsonl   what is finished (``journal``)
     OUT.w4pack-staging/out/            the future OUT
 
-Nothing is ever half-published: OUT appears complete by a rename, or not at all. Every step that a crash could fall
-between goes through ``step``, so that a test can stop the process at each of them.
+Nothing is ever half-published: OUT appears complete by a rename, or not at all. Every step that a crash
+could fall between goes through ``step``, so that a test can stop the process at each of them.
 """
 
 import contextlib
@@ -118,7 +118,8 @@ class Staging:
     def prepare(self, *, overwrite: bool, resume: bool) -> bool:
         """Make or re-enter the folder. Returns True if an earlier run's work is there to resume.
 
-        Raises OutputError if OUT has content and ``overwrite`` is not given, or if another process is at work.
+        Raises OutputError if OUT has content and ``overwrite`` is not given, or if another process is at
+        work.
         """
         with writing(self.target):
             self.target.parent.mkdir(parents=True, exist_ok=True)

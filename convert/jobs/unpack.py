@@ -1,7 +1,7 @@
-"""From the artifact back to its source: tensors, names, config and side files, with proof before anything appears.
+"""From the artifact back to its source: tensors, names, config, side files; proved before anything appears.
 
-The artifact's manifest says how each layer was written; small tensors that cannot be made again are in it whole.
-What was lossy (re-quantized, dequantized, rounded) cannot go back, and is refused by name.
+The artifact's manifest says how each layer was written; small tensors that cannot be made again are in it
+whole. What was lossy (re-quantized, dequantized, rounded) cannot go back, and is refused by name.
 """
 
 from collections.abc import Mapping
@@ -39,6 +39,7 @@ from w4pack.convert.planning.options import DEFAULT_SHARD
 from w4pack.convert.planning.plan import Op, OutTensor, Plan
 from w4pack.convert.source import orders
 from w4pack.convert.source.detect import Source, SourceLayer
+from w4pack.convert.source.zeros import ZeroReading
 
 TARGET = "unpack"
 
@@ -118,10 +119,21 @@ def unpack_plan(unpacking: Unpacking) -> Plan:
     )
     checkpoint = unpacking.source.checkpoint
     return Plan(
-        version=__version__, target=TARGET, options={}, origin=None, files=source_files(checkpoint, strict=False), layers=(), dense=(), dropped=(),
-        config_changes={}, quant_config=None, tensors=placed, ops=tuple(ops), lossless=True,
+        version=__version__,
+        target=TARGET,
+        options={},
+        origin=None,
+        files=source_files(checkpoint, strict=False),
+        layers=(),
+        dense=(),
+        dropped=(),
+        config_changes={},
+        quant_config=None,
+        tensors=placed,
+        ops=tuple(ops),
+        lossless=True,
         source_bytes=sum(t.nbytes for t in checkpoint.tensors.values()),
-    )  # fmt: skip
+    )
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> tensorfile.TensorInfo:
@@ -200,11 +212,11 @@ class UnpackRecipe:
 
 
 def prove(unpacking: Unpacking, recipe: UnpackRecipe, folder: Path, hashes: Mapping[str, str]) -> int:
-    """Compare what was written with the artifact, before it is published. Returns the number of tensors proved.
+    """Compare what was written with the artifact before it is published. Returns the tensors proved.
 
-    Small and plain tensors are compared with the hashes taken from the source while converting; codes are read
-    back through the source's layout and compared with the artifact's, and with the source's own hash if the
-    conversion was strict. Raises VerifyError.
+    Small and plain tensors are compared with the hashes taken from the source while converting; codes are
+    read back through the source's layout and compared with the artifact's, and with the source's own hash
+    if the conversion was strict. Raises VerifyError.
     """
     for item in unpacking.dense:
         _same(item["source"], item["sha256"], hashes[item["source"]])
@@ -226,7 +238,8 @@ def _same(name: str, wanted: str, found: str) -> None:
 
 def _prove_codes(code_map: CodeMap, rec: LayerRecord, written: Checkpoint) -> None:
     suffixes = {k.suffix: written.tensors[f"{rec.name}.{k.suffix}"] for k in (rec.codes, *rec.small)}
-    layer = SourceLayer(rec.name, rec.layout, code_map.out, _no_zeros(), orders.NO_ORDER, suffixes, None)
+    zeros = ZeroReading("none", sym=True)
+    layer = SourceLayer(rec.name, rec.layout, code_map.out, zeros, orders.NO_ORDER, suffixes, None)
     back = CodeMap(
         CodeReader(written, layer, _sorted_place(rec, written)),
         code_map.out,
@@ -245,12 +258,6 @@ def _prove_codes(code_map: CodeMap, rec: LayerRecord, written: Checkpoint) -> No
 def _sorted_place(rec: LayerRecord, written: Checkpoint) -> NDArray[np.int32] | None:
     name = f"{rec.name}.act_perm"
     return inverse(written.read(name), rec.scheme.in_features) if name in written.tensors else None
-
-
-def _no_zeros() -> Any:
-    from w4pack.convert.source.zeros import ZeroReading
-
-    return ZeroReading("none", sym=True)
 
 
 def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: Running) -> int:

@@ -1,7 +1,7 @@
 """Proof of an output: every tensor there, every hash right, every number finite, and equal to its source.
 
-Comparing with a source does not repeat the packing: the output is decoded by its own layout and the source by its
-own, and the two meet as codes, zero points, scales and group maps.
+Comparing with a source does not repeat the packing: the output is decoded by its own layout and the source
+by its own, and the two meet as codes, zero points, scales and group maps.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ from w4pack.convert.jobs.layerjob import (
     source_params,
     stored_place,
 )
-from w4pack.convert.planning.decisions import DensePlan
+from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.options import ConvertOptions
-from w4pack.convert.planning.plan import Plan, make_plan
+from w4pack.convert.planning.plan import Op, Plan, make_plan
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import DetectOptions, Source, SourceLayer, read_source
 
@@ -67,7 +67,7 @@ class Proof:
 
 
 def check_output(checkpoint: Checkpoint, value: Mapping[str, Any], threads: int) -> list[Failure]:
-    """Compare an output's tensors with its manifest: presence, dtype, shape, hash; and look for NaN and infinity."""
+    """Compare an output's tensors with its manifest: presence, dtype, shape, hash; and that all is finite."""
     wanted: Mapping[str, Mapping[str, Any]] = value["tensors"]
     failures = [
         Failure(n, "extra", "no such tensor", "a tensor the manifest does not name")
@@ -131,7 +131,7 @@ class Comparison:
         dense = {d.source: d for d in self.plan.dense}
         failures: list[Failure] = []
 
-        def one(op: Any) -> list[Failure]:
+        def one(op: Op) -> list[Failure]:
             missing = [n for n in op.outputs if n not in self.output.checkpoint.tensors]
             if missing:
                 return [Failure(n, "missing", f"made from {op.source}", "nothing") for n in missing]
@@ -168,7 +168,7 @@ class Comparison:
         wanted = work.reordered(theirs.read(plan.source), rows, plan.shape)
         return _same_bits(plan.name, "bytes", wanted, ours.read(plan.name))
 
-    def _layer(self, plan: Any) -> list[Failure]:
+    def _layer(self, plan: LayerPlan) -> list[Failure]:
         job = job_of(self.source.checkpoint, self.layers, plan, self.layout)
         if plan.action == "dense" or self.layout is None:
             return self._weights(job)
@@ -244,11 +244,12 @@ def _same_codes(job: LayerJob, checkpoint: Checkpoint, layer: SourceLayer) -> li
             row, col = (int(i[0]) for i in np.nonzero(wanted != found))
             per = 32 // layer.scheme.bits
             count = int((wanted != found).sum())
+            place = f"row {block.k0 + row * per}, column {block.n0 + col}"
             return [
                 Failure(
                     f"{layer.name} codes",
                     "codes",
-                    f"word {int(wanted[row, col]):#010x} at row {block.k0 + row * per}, column {block.n0 + col}",
+                    f"word {int(wanted[row, col]):#010x} at {place}",
                     f"{int(found[row, col]):#010x}; {count} words differ in this block",
                 )
             ]
@@ -345,7 +346,7 @@ def _once(failures: list[Failure]) -> list[Failure]:
 
 
 def compare_plain(checkpoint: Checkpoint, source: Checkpoint, label: str, against: str) -> Proof:
-    """Compare two checkpoints tensor by tensor, byte by byte: for what `unpack` gives back. Sharding may differ."""
+    """Compare two checkpoints tensor by tensor, byte by byte: what `unpack` gave back. Shards may differ."""
     failures = [
         Failure(n, "missing", "a tensor of the source", "nothing")
         for n in source.tensors

@@ -121,7 +121,7 @@ def pack_tasks(
 
 
 def _place(grid: formats.Grid, k: int, n: int) -> tuple[int, int]:
-    """Return (row, column), in the stored tensor, of the first element of a block that starts at code (k, n)."""
+    """Return (row, column) in the stored tensor of the block that starts at code (k, n)."""
     along_k, along_n = k // grid.k_unit * grid.k_elems, n // grid.n_unit * grid.n_elems
     return (along_k, along_n) if grid.k_axis == 0 else (along_n, along_k)
 
@@ -176,7 +176,7 @@ def weights_of(code_map: CodeMap, params: GroupParams, block: Block, tag: str) -
 
 
 def regroup_tasks(job: LayerJob, out: OutFiles, report: dict[str, Any]) -> list[Task]:
-    """Re-quantize a layer in natural row order, a band of columns at a time; scales come when all are known."""
+    """Re-quantize a layer in natural row order, a band of columns at a time; scales come last."""
     if job.layout is None:
         raise ValueError("a packed layer needs a layout")
     layout, scheme = formats.get(job.layout), job.plan.scheme

@@ -1,7 +1,9 @@
-"""Decisions about values: scales in a dtype that the target stores, biases, tied heads, settings left behind."""
+"""Decisions about values: scales in a dtype the target stores, biases, tied heads, settings left behind."""
 
 from dataclasses import replace
 from typing import Any
+
+from numpy.typing import NDArray
 
 from w4pack.convert.core import dtypes, families, params
 from w4pack.convert.core.facts import Warning_
@@ -13,7 +15,7 @@ from w4pack.convert.source.detect import SourceLayer
 
 
 def tied_head(state: State) -> None:
-    """Say where a tied head is stored beside the embedding: twice the bytes, or a head that engines never read."""
+    """Say where a tied head is stored too: twice the bytes, or a head that engines never read."""
     config = state.source.config
     if config.get("tie_word_embeddings") is not True or "lm_head.weight" not in state.dense:
         return
@@ -64,6 +66,7 @@ def _scale_tensor(layer: SourceLayer) -> TensorInfo:
 
 
 def scales(state: State) -> None:
+    """Check that scales are finite, and choose the dtype in which each layer's are stored."""
     for name, layer in state.layers.items():
         info = _scale_tensor(layer)
         values = state.source.checkpoint.read(info.name)
@@ -89,7 +92,7 @@ def scales(state: State) -> None:
             state.problems.append(err)
 
 
-def _stored_tag(values: Any, info: TensorInfo, state: State) -> str:
+def _stored_tag(values: NDArray[Any], info: TensorInfo, state: State) -> str:
     """Return the tag under which scales are stored in the output; the source's where the target takes it."""
     if info.dtype in state.target.scale_dtypes:
         return info.dtype
@@ -107,11 +110,13 @@ def _stored_tag(values: Any, info: TensorInfo, state: State) -> str:
         where=f"{info.name}[{group}, {column}]",
         expected=f"scales that {taken} holds bit for bit",
         found=repr(value),
-        hint="`--round-scales` rounds them (reported, not lossless; still refused where a scale would become 0 or infinite), `--to dense` computes from them as they are",
+        hint="`--round-scales` rounds them (reported, not lossless; still refused where a scale would become "
+        "0 or infinite), `--to dense` computes from them as they are",
     )
 
 
 def is_rounded(name: str, plan: LayerPlan, state: State) -> bool:
+    """Tell whether ``--round-scales`` changes a scale of this layer."""
     source_tag = state.layers[name].scheme.scale_dtype
     if plan.action == "dense" or plan.scheme.scale_dtype == source_tag or not state.options.round_scales:
         return False
@@ -120,6 +125,7 @@ def is_rounded(name: str, plan: LayerPlan, state: State) -> bool:
 
 
 def biases(state: State) -> None:
+    """Compare biases with the architecture: none may be missing; extra ones are kept, left out or refused."""
     for name, layer in state.layers.items():
         expected = families.has_bias(state.source.config, name)
         if layer.bias is None:

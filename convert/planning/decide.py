@@ -1,8 +1,9 @@
 """What happens to every layer: kept, re-ordered, folded, split, padded, left in 16 bit, or refused, and why.
 
-Decisions are made for the whole model at once, because layers depend on each other: q/k/v and gate/up need one
-scheme, the order of a down projection can move into the columns of gate and up, and a padded intermediate size
-changes three layers and the config. All problems are collected, so that a refusal names every one of them.
+Decisions are made for the whole model at once, because layers depend on each other: q/k/v and gate/up need
+one scheme, the order of a down projection can move into the columns of gate and up, and a padded
+intermediate size changes three layers and the config. All problems are collected, so that a refusal names
+every one of them.
 """
 
 from dataclasses import replace

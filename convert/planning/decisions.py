@@ -20,7 +20,7 @@ class LayerPlan:
     """What becomes of one quantized linear.
 
     source     its name in the source; ``name`` in the output (experts may be spelled differently)
-    action     pack: codes move; dense: dequantized, one rounding; regroup: re-quantized without its order, lossy
+    action     pack: codes move; dense: dequantized, one rounding; regroup: re-quantized without order, lossy
     scheme     of the output; for ``dense`` the bits describe the source
     rows       natural, or sorted by the layer's own group map
     cols_from  source name of the down projection whose sorting the output columns follow, or None
@@ -62,7 +62,11 @@ class DensePlan:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """Everything that was decided. ``dropped`` are all-zero biases; ``config_changes`` top-level keys of config.json."""
+    """Everything that was decided.
+
+    dropped         names of all-zero biases that the architecture lacks
+    config_changes  top-level keys of config.json
+    """
 
     layers: tuple[LayerPlan, ...]
     dense: tuple[DensePlan, ...]
@@ -74,6 +78,8 @@ class Decisions:
 
 @dataclass(slots=True)
 class State:
+    """What the steps of ``decide`` work on: the source, plans by source name, and what was found so far."""
+
     source: Source
     options: ConvertOptions
     target: Target
@@ -96,4 +102,5 @@ class State:
         self.plans[name] = replace(self.plans[name], action="dense", reason=reason)
 
     def packed(self) -> Iterable[LayerPlan]:
+        """Return the layers that do not become dense."""
         return (p for p in self.plans.values() if p.action != "dense")

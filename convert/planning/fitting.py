@@ -7,10 +7,11 @@ from w4pack.convert import dialects, formats
 from w4pack.convert.core import families, params
 from w4pack.convert.errors import Refused, W4PackError, name_some
 from w4pack.convert.planning.decisions import LayerPlan, State
-from w4pack.convert.planning.targets import Target, common_group, fitting_group
+from w4pack.convert.planning.targets import Target, common_group, fitting_group, splits_to
 
 
 def group_sizes(state: State) -> None:
+    """Split groups to a size the target takes; a layer without one stays in 16 bit."""
     for name, plan in list(state.plans.items()):
         if plan.action == "dense":
             continue
@@ -27,10 +28,12 @@ def group_sizes(state: State) -> None:
 
 def _group_reason(plan: LayerPlan, target: Target) -> str:
     taken = "/".join(str(g) for g in target.groups) if target.groups else "one that divides in_features"
-    return f"group size {plan.scheme.group_size} over {plan.scheme.in_features} inputs; {target.name} takes {taken}"
+    found = f"group size {plan.scheme.group_size} over {plan.scheme.in_features} inputs"
+    return f"{found}; {target.name} takes {taken}"
 
 
 def symmetry(state: State) -> None:
+    """Make every set that must be symmetric or asymmetric as one so, or widen it to symmetric 8 bit."""
     if state.target.layout is None:
         return
     sets = [set(s.members) for s in families.fused_sets(state.plans)]
@@ -71,7 +74,7 @@ def _claims_asymmetric(name: str, state: State) -> bool:
 
 
 def shapes(state: State) -> None:
-    """Ask the layout itself; a shape it cannot hold leaves the layer in 16 bit, a scheme it cannot hold is refused."""
+    """Ask the layout itself: a shape it cannot hold leaves a layer in 16 bit, such a scheme is refused."""
     if state.target.layout is None:
         return
     layout = formats.get(state.target.layout)
@@ -114,7 +117,7 @@ def _check_overflow(name: str, state: State) -> None:
 
 
 def equalise(state: State) -> None:
-    """Portable targets: engines fuse q/k/v and gate/up, so where one part stays in 16 bit its siblings do too."""
+    """Leave the siblings of a 16-bit q/k/v or gate/up part in 16 bit too: engines fuse them."""
     if state.target.layout is None or state.target.order:
         return
     for fused in families.fused_sets(state.plans):
@@ -126,35 +129,45 @@ def equalise(state: State) -> None:
 
 
 def one_scheme(state: State) -> None:
-    """Targets whose config has one group size for all: split every layer to a common one, which is exact."""
+    """Targets whose config has one group size for all: split every layer to a common one, which is exact.
+
+    Layers that cannot be split to the size that keeps the most weights stay in 16 bit.
+    """
     if not state.target.one_scheme:
         return
     packed = [p for p in state.packed() if p.action == "pack"]
-    size = common_group((p.scheme.in_features, p.scheme.group_size) for p in packed) if packed else None
-    if packed and (size is None or (state.target.groups is not None and size not in state.target.groups)):
-        kinds = sorted({p.scheme.label() for p in packed})
-        state.problems.append(
-            Refused(
-                f"{state.target.name} has one group size for the whole model",
-                code="mixed-groups",
-                where=packed[0].source,
-                expected="groups that can be split to one size",
-                found=name_some(kinds),
-                hint="`--to compressed-tensors` or `--to marlin` holds mixed schemes",
-            )
-        )
-        return
+    sizes = [(p.scheme.in_features, p.scheme.group_size) for p in packed]
+    taken = state.target.groups
+    size = common_group(sizes) if packed else None
+    if size is None or (taken is not None and size not in taken):
+        size = _most_kept(packed, taken)
     for plan in packed:
-        if size is not None and plan.scheme.group_size != size:
-            state.note(
-                plan.source,
-                f"groups of {plan.scheme.group_size} split to {size}",
-                scheme=replace(plan.scheme, group_size=size),
+        if plan.scheme.group_size == size:
+            continue
+        if size is not None and splits_to(plan.scheme.in_features, plan.scheme.group_size, size):
+            phrase = f"groups of {plan.scheme.group_size} split to {size}"
+            state.note(plan.source, phrase, scheme=replace(plan.scheme, group_size=size))
+        else:
+            reason = f"group size {plan.scheme.group_size} cannot be split to {size}"
+            state.leave(plan.source, f"{reason}, and {state.target.name} has one for the whole model")
+
+
+def _most_kept(packed: Sequence[LayerPlan], taken: tuple[int, ...] | None) -> int | None:
+    """Return the group size to which layers with the most weights can be brought, the larger one on a tie."""
+    weights: dict[int, int] = {}
+    for size in {p.scheme.group_size for p in packed}:
+        if taken is None or size in taken:
+            fits = (
+                p.scheme
+                for p in packed
+                if p.scheme.group_size == size or splits_to(p.scheme.in_features, p.scheme.group_size, size)
             )
+            weights[size] = sum(s.in_features * s.out_features for s in fits)
+    return max(weights, key=lambda size: (weights[size], size)) if weights else None
 
 
 def expressible(state: State) -> None:
-    """AWQ names what it leaves out by substrings: refuse a plain layer whose name is part of a quantized one's."""
+    """Refuse, for AWQ, a plain layer whose name is part of a quantized one's: its config names substrings."""
     if state.target.name != "awq" or state.problems:
         return
     packed = {p.source: p.scheme for p in state.packed()}

@@ -1,4 +1,4 @@
-"""The options of a conversion that decide bytes. Everything else (threads, verbosity) may change between runs."""
+"""The options of a conversion that decide bytes. Others (threads, verbosity) may change between runs."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -16,7 +16,7 @@ ZERO_READINGS = ("word", "nibble")
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """What the user asked for. Sizes in bytes; ``dtype`` is ``float16``, ``bfloat16``, ``float32`` or None."""
+    """What the user asked for. Sizes in bytes; ``dtype``: ``float16``, ``bfloat16``, ``float32`` or None."""
 
     to: str = "marlin"
     dtype: str | None = None

@@ -1,4 +1,4 @@
-"""Decisions about activation order: dropped, kept as ``act_perm``, folded into gate and up, or re-quantized."""
+"""Decisions about activation order: dropped, kept as ``act_perm``, folded, or re-quantized."""
 
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ PORTABLE_WAYS = (
 
 
 def orders_of_rows(state: State) -> None:
+    """Drop orders that are none, keep or fold real ones, re-quantize or refuse the rest."""
     for name, layer in state.layers.items():
         if layer.order.kind == "block":
             scheme = replace(state.plans[name].scheme, group_size=layer.order.block)
@@ -55,7 +56,7 @@ def _claims_order(name: str, state: State) -> bool:
 
 
 def _folds(mlp: families.IntermediateSet, state: State) -> bool:
-    """Tell whether a down projection's order can move into its producers: sizes agree and every bias is there to move."""
+    """Tell whether an order can move into its layer's producers: sizes agree and nothing lies between."""
     rows = state.layers[mlp.down].scheme.in_features * (2 if mlp.halved else 1)
     between = families.between(state.source.checkpoint.tensors, mlp)
     return not between and all(_out_features(p, state) == rows for p in mlp.producers)

@@ -1,4 +1,4 @@
-"""``--pad-for-tp``: a larger intermediate size, exactly: gate and up get zero columns, down gets rows that add nothing."""
+"""``--pad-for-tp``: a larger intermediate size, exactly: zero columns in gate and up, idle rows in down."""
 
 import math
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ PAD_TILE = 128  # in_features per rank that every engine's kernels take
 
 
 def pad_for_tp(state: State) -> None:
+    """Pad the intermediate size of every MLP so that each rank gets whole tiles and groups."""
     ranks = state.options.pad_for_tp
     if ranks is None:
         return
@@ -43,7 +44,7 @@ def _in_features(module: str, state: State) -> int:
 
 
 def _pad_key(mlp: families.IntermediateSet, state: State) -> families.SizeKey | None:
-    """Return the config key that holds this MLP's intermediate size; a problem if none does, or if padding is not exact."""
+    """Return the config key of an MLP's intermediate size; a problem if none, or if padding is not exact."""
     size = _in_features(mlp.down, state)
     key = families.intermediate_size(state.source.config, mlp.kind)
     between = families.between(state.source.checkpoint.tensors, mlp)

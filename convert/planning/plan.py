@@ -1,7 +1,7 @@
 """The plan: every byte of the output and where it comes from, fixed from headers and small tensors alone.
 
-Dry run, estimate, execution, resume, verification and unpacking read this one value. It is plain data: it goes to
-JSON and back, and its digest identifies the job.
+Dry run, estimate, execution, resume, verification and unpacking read this one value. It is plain data: it
+goes to JSON and back, and its digest identifies the job.
 """
 
 import hashlib
@@ -211,7 +211,7 @@ def _config_changes(source: Source, options: ConvertOptions, sizes: Mapping[str,
 
 
 def stored_size(target_layout: str, scheme: QuantScheme) -> tuple[int, int]:
-    """Return (stored in_features, stored out_features): larger than the real ones only where a layout pads."""
+    """Return (stored in_features, stored out_features): larger than the real ones where a layout pads."""
     if not TARGETS.get("marlin", None) or target_layout != TARGETS["marlin"].layout:
         return scheme.in_features, scheme.out_features
     return -(-scheme.in_features // 64) * 64, -(-scheme.out_features // 64) * 64
@@ -244,7 +244,7 @@ def _quant_config(
 
 
 def output_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return config.json of the output: the source's keys in their order, changed only where the plan says so."""
+    """Return config.json of the output: the source's keys in their order, changed where the plan says so."""
     result: dict[str, Any] = {}
     for key, value in config.items():
         if key == "compression_config":
@@ -262,7 +262,7 @@ def output_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def planned_facts(source: Source, plan: Plan) -> ModelFacts:
-    """Describe the output as if it lay in a folder: what engine rules are applied to before anything is written."""
+    """Describe the output as if it lay in a folder: engine rules are applied to it before it is written."""
     target = TARGETS[plan.target]
     layers, dense = (
         [],

@@ -1,4 +1,4 @@
-"""Plain dataclasses to JSON and back, for the plan and the manifest: closed types only, nothing is guessed."""
+"""Plain dataclasses to JSON and back, for the plan and the manifest: closed types, nothing is guessed."""
 
 import types
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def to_plain(value: Any) -> Any:
-    """Turn nested dataclasses, tuples and mappings into JSON values. Order is kept, so equal values give equal text."""
+    """Turn nested dataclasses, tuples and mappings into JSON values, in order: equal values, equal text."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
@@ -20,7 +20,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], value: Any) -> T:
-    """Rebuild a dataclass from ``to_plain``'s result. Raises ValueError on missing, unknown or mistyped fields."""
+    """Rebuild a dataclass from ``to_plain``'s result. Raises ValueError where fields or types differ."""
     result: T = _build(kind, value, kind.__name__)
     return result
 

@@ -1,4 +1,4 @@
-"""The plan in words: what it is, what it becomes, whether that is lossless, what stays, what it needs, who takes it."""
+"""The plan in words: source, result, whether that is lossless, what stays, who takes it, what it needs."""
 
 import shutil
 from collections import Counter
@@ -69,7 +69,10 @@ def source_line(source: Source) -> str:
     more = f" (and {len(kinds) - 1} other schemes)" if len(kinds) > 1 else ""
     zeros = Counter(layer.zeros.kind for layer in source.layers).most_common(1)[0][0]
     version = f" {zeros}" if layout == "gptq" and zeros in ("v1", "v2") else ""
-    return f"{layout}{version}, {bits} bit, {group_text}, {'symmetric' if sym else 'asymmetric'}{more}, act-order in {ordered} of {len(source.layers)} layers"
+    return (
+        f"{layout}{version}, {bits} bit, {group_text}, {'symmetric' if sym else 'asymmetric'}{more}, "
+        f"act-order in {ordered} of {len(source.layers)} layers"
+    )
 
 
 def notes(plan: Plan) -> dict[str, int]:
@@ -86,11 +89,13 @@ def text(event: Mapping[str, Any], plan: Plan, out: Path) -> str:
     """Return the human form of the plan."""
     packed = [p for p in plan.layers if p.action == "pack"]
     target = TARGETS[plan.target]
+    shards = f"{event['shards']} shard{'s' if event['shards'] > 1 else ''}"
+    written = f"{size_text(event['bytes_written'])} in {shards} ({_signed(event['bytes_added'])})"
     lines = [
         f"source    {event['source']}    {size_text(event['bytes_read'])}",
-        f"target    {plan.target}    {size_text(event['bytes_written'])} in {event['shards']} shard{'s' if event['shards'] > 1 else ''} ({_signed(event['bytes_added'])})",
+        f"target    {plan.target}    {written}",
         f"lossless  {_lossless(plan)}",
-        f"as is     {len(plan.dense)} tensors outside the quantized linears",
+        f"as is     {_as_is(plan)}",
         f"padded    {_padded(event, packed, plan)}",
     ]
     lines += [
@@ -106,11 +111,35 @@ def text(event: Mapping[str, Any], plan: Plan, out: Path) -> str:
     if target.note:
         lines.append(f"note      {target.note}")
     lines.append("engines   " + "   ".join(_engine(name, tps) for name, tps in event["engines"].items()))
-    free = shutil.disk_usage(_existing(out)).free
-    lines.append(
-        f"needs     {size_text(event['disk'])} disk at {out} ({size_text(free)} free), at most {size_text(event['memory'])} memory beside the interpreter, about {time_text(max(event['bytes_written'] / RATE, 1))}"
-    )
+    lines.append(f"needs     {_needs(event, out)}")
     return "\n".join(lines)
+
+
+def _as_is(plan: Plan) -> str:
+    """Name the large tensors outside the quantized linears, and count the small ones by kind."""
+    named = [
+        d.name.removesuffix(".weight") for d in plan.dense if len(d.shape) >= 2 and d.name.endswith(".weight")
+    ]
+    counts = Counter(
+        _kind(d.name) for d in plan.dense if not (len(d.shape) >= 2 and d.name.endswith(".weight"))
+    )
+    parts = [name_some(named)] if named else []
+    return ", ".join([*parts, *(f"{count} {kind}" for kind, count in sorted(counts.items()))]) or "nothing"
+
+
+def _kind(name: str) -> str:
+    if name.endswith(".bias"):
+        return "biases"
+    return "norms" if "norm" in name else "other tensors"
+
+
+def _needs(event: Mapping[str, Any], out: Path) -> str:
+    free = shutil.disk_usage(_existing(out)).free
+    return (
+        f"{size_text(event['disk'])} disk at {out} ({size_text(free)} free), "
+        f"at most {size_text(event['memory'])} memory beside the interpreter, "
+        f"about {time_text(max(event['bytes_written'] / RATE, 1))}"
+    )
 
 
 def _existing(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What each target can hold: one row per ``--to`` value. Adding a target is a row here, a layout and a dialect."""
+"""What each target can hold: one row per ``--to`` value. A new target is a row here, a layout, a dialect."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,15 +51,22 @@ TARGETS: dict[str, Target] = {
             "marlin", "marlin", "w4pack", KERNEL_GROUPS, ragged=True, order=True, pads=True, extra_bias=True
         ),
         Target(
-            "marlin-legacy", "marlin-legacy", "gptq", (ONE_GROUP, 128), head=False, one_scheme=True, scale_dtypes=("F16",),
-            note="current engines no longer load `B` / `s` tensors; auto-gptq 0.6 to 0.7.1 and older vLLM releases do",
+            "marlin-legacy",
+            "marlin-legacy",
+            "gptq",
+            (ONE_GROUP, 128),
+            head=False,
+            one_scheme=True,
+            scale_dtypes=("F16",),
+            note="current engines no longer load `B` / `s` tensors; "
+            "auto-gptq 0.6 to 0.7.1 and older vLLM releases do",
         ),
         Target("gptq", "gptq", "gptq", uniform_sym="model"),
         Target("awq", "awq", "awq", head=False, explicit_zero=True, one_scheme=True),
         Target("compressed-tensors", "compressed-tensors", "compressed-tensors"),
         Target("dense", None, None, scale_dtypes=("F16", "BF16", "F32")),
     )
-}  # fmt: skip
+}
 
 
 def fitting_group(target: Target, group_size: int, in_features: int) -> int | None:
@@ -71,22 +78,25 @@ def fitting_group(target: Target, group_size: int, in_features: int) -> int | No
     if whole and (target.groups is None or group_size in target.groups) and group_size <= SPLITS[0]:
         return group_size
     for size in SPLITS:
-        if group_size % size == 0 and group_size > 0 and (target.ragged or in_features % size == 0):
-            if target.groups is None or size in target.groups:
-                return size
+        splits = group_size > 0 and group_size % size == 0 and (target.ragged or in_features % size == 0)
+        if splits and (target.groups is None or size in target.groups):
+            return size
     return group_size if whole and target.groups is None else None
 
 
 def common_group(schemes: Iterable[tuple[int, int]]) -> int | None:
-    """Return the largest group size that all of the (in_features, group_size) pairs can be split to, or None."""
+    """Return the largest group size that all (in_features, group_size) pairs can be split to, or None."""
     pairs = set(schemes)
     sizes = {size for _, size in pairs}
     if len(sizes) == 1:
         return sizes.pop()
     candidates = sorted({size for size in sizes if size != ONE_GROUP} | set(SPLITS), reverse=True)
-    return next((c for c in candidates if all(_splits_to(rows, size, c) for rows, size in pairs)), None)
+    return next((c for c in candidates if all(splits_to(rows, size, c) for rows, size in pairs)), None)
 
 
-def _splits_to(in_features: int, group_size: int, wanted: int) -> bool:
+def splits_to(in_features: int, group_size: int, wanted: int) -> bool:
+    """Tell whether groups can be split to ``wanted`` rows without loss."""
+    if wanted == ONE_GROUP:
+        return group_size == ONE_GROUP
     whole = in_features if group_size == ONE_GROUP else group_size
     return whole % wanted == 0 and in_features % wanted == 0

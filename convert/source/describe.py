@@ -29,7 +29,7 @@ def describe(facts: ModelFacts, path: str) -> dict[str, Any]:
         "other": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in facts.dense],
         "tied": tied(facts),
         "warnings": [
-            {"code": w.code, "where": w.where, "expected": w.expected, "found": w.found}
+            {"code": w.code, "where": w.where, "expected": w.expected, "found": w.found, "text": w.text()}
             for w in facts.warnings
         ],
     }
@@ -123,10 +123,6 @@ def text(value: Mapping[str, Any]) -> str:
     if value["tied"]:
         lines.append(f"tied      {', '.join(value['tied'])}")
     lines.append(f"evidence  {value['evidence']}: {size_text(value['bytes_read'])} read")
-    lines += [
-        f"warning   {w['where']}: expected {w['expected']}, found {w['found']} [{w['code']}]"
-        for w in value["warnings"]
-    ]
     return "\n".join(lines)
 
 

@@ -50,6 +50,7 @@ LABELLED = {
 }
 AWQ_LABELS = {"gemm": "awq", "gemv": "awq-gemv", "gemv_fast": "awq-gemv-fast", "llm_awq": "awq-gemv-fast"}
 NO_CLAIM = ModuleClaim()
+Evidence = Literal["all", "sample"]
 SAMPLE_ROWS = 1  # rows of a zero tensor that a sampled reading looks at
 
 
@@ -63,7 +64,7 @@ class DetectOptions:
     ignore_keys   config keys whose effect on the forward pass the user takes upon himself
     """
 
-    evidence: Literal["all", "sample"] = "all"
+    evidence: Evidence = "all"
     zero_reading: str | None = None
     source_format: str | None = None
     ignore_keys: tuple[str, ...] = ()

@@ -48,7 +48,7 @@ def _shape_text(info: tuple[str, tuple[int, ...]]) -> str:
 
 
 def foreign_companions(layout: str, local: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Return tensors of a quantized module that its layout does not have (the bias and a stray workspace aside)."""
+    """Return tensors of a quantized module that its layout does not have (bias and stray workspace aside)."""
     known = {"bias", "workspace", *formats.get(layout).SUFFIXES}
     return [info for suffix, info in local.items() if suffix not in known]
 

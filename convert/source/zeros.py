@@ -28,8 +28,8 @@ Warn = Callable[[str, str, str, str], None]  # code, where, expected, found
 class ZeroReading:
     """How the zeros of one layer are to be read.
 
-    kind       ``v1`` (add one on whole words), ``v1-nibble`` (add one per field), ``v2`` / ``plain``, ``none``
-               (no tensor), ``dummy`` (constant words that symmetric readers ignore)
+    kind       ``v1`` (add one on whole words), ``v1-nibble`` (add one per field), ``v2`` / ``plain``,
+               ``none`` (no tensor), ``dummy`` (constant words that symmetric readers ignore)
     sym        every zero is the midpoint
     ambiguous  fields that v1 readers disagree about
     overflow   the reading gives a zero point that its field cannot hold (16 or 256)
@@ -183,7 +183,7 @@ def read_plain(
     where: str,
     warn: Warn,
 ) -> ZeroReading:
-    """Decide symmetry of a layout that stores zeros as they are: decode them and compare with the midpoint."""
+    """Decide symmetry of a layout that stores zeros as they are: decode, and compare with the midpoint."""
     zeros = layout.decode_params(tensors, scheme, "plain").zeros
     sym = zeros is None or bool((zeros == scheme.midpoint).all())
     if claim.sym is True and not sym:
