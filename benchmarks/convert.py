@@ -1,7 +1,8 @@
 """Conversion speed and memory, as ratios within one run. ``make bench``.
 
-The floor is what any careful copy costs: ``cp`` of the source, then one single-threaded sha256 (hashlib) of source
-and copy. Printed: wall time of ``convert --to marlin`` over that floor; peak RSS over the RSS after import.
+The floor is what any careful copy costs: ``cp`` of the source, then one single-threaded sha256 (hashlib) of
+source and copy. Printed: wall time of ``convert --to marlin`` over that floor; peak RSS over the RSS after
+import.
 
     python benchmarks/convert.py [--gb 4] [--where FOLDER ...] [--kinds gptq,awq,compressed-tensors]
 """
@@ -75,7 +76,8 @@ def one(where: Path, kind: str, gb: float, runs: int, **shape: int) -> None:
             memory = max(memory, rss)
         best, least = min(times), min(floors)
         print(
-            f"{where!s:<12} {kind:<20} {size / 1e9:5.2f} GB  floor {least:6.2f} s  convert {best:6.2f} s  ratio {best / least:4.2f}  peak +{memory:4.0f} MiB",
+            f"{where!s:<12} {kind:<20} {size / 1e9:5.2f} GB  floor {least:6.2f} s  convert {best:6.2f} s  "
+            f"ratio {best / least:4.2f}  peak +{memory:4.0f} MiB",
             flush=True,
         )
 
@@ -91,7 +93,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     print(
-        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, numpy {synthetic.np.__version__}"
+        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, "
+        f"numpy {synthetic.np.__version__}"
     )
     for where in args.where:
         for kind in args.kinds.split(","):

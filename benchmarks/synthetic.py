@@ -1,4 +1,4 @@
-"""Synthetic checkpoints of a given size: real shapes, random bytes, valid headers. Written without the product."""
+"""Synthetic checkpoints of a given size: real shapes, random bytes, valid headers; without the product."""
 
 import json
 import struct
@@ -66,14 +66,25 @@ def compressed_tensors(rng: np.random.Generator, p: str, k: int, n: int, g: int)
 
 
 MAKERS = {"gptq": gptq, "awq": awq, "compressed-tensors": compressed_tensors}
+GROUP_SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 CONFIGS = {
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "checkpoint_format": "gptq"},
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+        "checkpoint_format": "gptq",
+    },
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     "compressed-tensors": {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}}},
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUP_SCHEME}},
     },
-}  # fmt: skip
+}
 
 
 def write_shard(path: Path, tensors: list[Tensor]) -> None:
@@ -112,10 +123,16 @@ def make(
         size += sum(len(t[3]) for t in tensors)
         layer += 1
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": intermediate,
-        "num_attention_heads": hidden // 128, "num_key_value_heads": 8, "num_hidden_layers": layer, "torch_dtype": "float16",
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": hidden // 128,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": layer,
+        "torch_dtype": "float16",
         "quantization_config": CONFIGS[kind],
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": size}, "weight_map": index})

@@ -145,6 +145,9 @@ def _verify_now(out: Path, source: Source, label: str, running: Running) -> None
             expected=first.expected,
             found=first.found,
         )
+    from w4pack.convert.hub.card import record_proof
+
+    record_proof(out, proof.tensors, proof.compared)
 
 
 def _card_maker(source: Source, origin: Mapping[str, str] | None) -> CardMaker:
