@@ -1,4 +1,5 @@
-"""Writes the generated pages of ``docs/reference``: commands, errors, engine rules. ``make docs`` runs it.
+"""Writes the generated pages of ``docs/reference``: commands, errors, engine rules; and the output of
+the commands that README and docs show (``console``). ``make docs`` runs it.
 
 Each page is a function that returns its text; a test compares the text with the file, so a page that was not
 written again after a change of the code fails the suite.
@@ -138,6 +139,9 @@ def main() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page(), encoding="utf-8")
         print(f"wrote docs/{name}")
+    import console  # beside this script
+
+    console.main()
 
 
 if __name__ == "__main__":
