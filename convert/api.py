@@ -27,7 +27,9 @@ from w4pack.convert.jobs.conversion import (
 )
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan, planned_facts
-from w4pack.convert.source.detect import DetectOptions, Evidence, Source, read_source, source_facts
+from w4pack.convert.source.detect import Source, read_source
+from w4pack.convert.source.facts import source_facts
+from w4pack.convert.source.reading import DetectOptions, Evidence
 
 if TYPE_CHECKING:
     from w4pack.convert.hub.access import Access

@@ -19,7 +19,7 @@ from w4pack.convert.core.params import PADDING
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.files.checkpoint import Checkpoint
-from w4pack.convert.source.detect import SourceLayer
+from w4pack.convert.source.layers import SourceLayer
 
 BLOCK_CODES = (
     8 << 20

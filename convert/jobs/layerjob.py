@@ -20,7 +20,9 @@ from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.jobs.codes import CodeMap, CodeReader
 from w4pack.convert.planning.decisions import LayerPlan
 from w4pack.convert.source import orders
-from w4pack.convert.source.detect import ORDER_SUFFIXES, Source, SourceLayer, group_of_act_perm
+from w4pack.convert.source.detect import Source
+from w4pack.convert.source.layers import SourceLayer
+from w4pack.convert.source.orders import ORDER_SUFFIXES, group_of_act_perm
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,7 +38,8 @@ from w4pack.convert.jobs.staging import write_file
 from w4pack.convert.planning.options import DEFAULT_SHARD
 from w4pack.convert.planning.plan import Op, OutTensor, Plan
 from w4pack.convert.source import orders
-from w4pack.convert.source.detect import Source, SourceLayer
+from w4pack.convert.source.detect import Source
+from w4pack.convert.source.layers import SourceLayer
 from w4pack.convert.source.zeros import ZeroReading
 
 TARGET = "unpack"

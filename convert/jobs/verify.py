@@ -34,7 +34,9 @@ from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Op, Plan, make_plan
 from w4pack.convert.planning.targets import TARGETS
-from w4pack.convert.source.detect import DetectOptions, Source, SourceLayer, read_source
+from w4pack.convert.source.detect import Source, read_source
+from w4pack.convert.source.layers import SourceLayer
+from w4pack.convert.source.reading import DetectOptions
 
 ERROR_TOLERANCE = 1e-6  # relative; between the error a conversion reported and the one measured again
 

@@ -11,7 +11,7 @@ from w4pack.convert.errors import Refused, SourceError, W4PackError
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.decisions import LayerPlan, State
-from w4pack.convert.source.detect import SourceLayer
+from w4pack.convert.source.layers import SourceLayer
 
 
 def tied_head(state: State) -> None:

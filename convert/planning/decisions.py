@@ -10,7 +10,8 @@ from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import W4PackError
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.targets import Target
-from w4pack.convert.source.detect import Source, SourceLayer
+from w4pack.convert.source.detect import Source
+from w4pack.convert.source.layers import SourceLayer
 
 Action = Literal["pack", "dense", "regroup"]
 

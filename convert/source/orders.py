@@ -16,8 +16,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from w4pack.convert.core.order import checked_map, natural_group
+from w4pack.convert.core.order import checked_map, checked_perm, natural_group
 
+ORDER_SUFFIXES = ("g_idx", "weight_g_idx")
 BLOCKS = (128, 64, 32)
 OrderKind = Literal["none", "trivial", "block", "groups", "uneven"]
 
@@ -43,6 +44,13 @@ def normalise(raw: NDArray[Any], in_features: int, groups: int, where: str) -> N
     if raw.shape == (in_features,) and bool((raw == -1).all()):
         return None
     return checked_map(raw, in_features, groups, where)
+
+
+def group_of_act_perm(perm: NDArray[Any], in_features: int, group_size: int, where: str) -> NDArray[np.int32]:
+    """Rebuild the group map of an artifact's layer: packed row r is source row ``perm[r]``, group r // g."""
+    group = np.empty(in_features, np.int32)
+    group[checked_perm(perm, in_features, where)] = natural_group(in_features, group_size)
+    return group
 
 
 def classify(group: NDArray[np.int32] | None, group_size: int, groups: int) -> Order:
