@@ -1,7 +1,7 @@
 """Runs the ``console`` blocks of a page and shows what the commands print. ``make docs`` calls it.
 
 A block holds commands (lines that start with ``$ ``), each followed by its output. The commands of one page
-run in one scratch folder that holds a copy of ``examples/``; ``# exit 3`` behind a command names its exit code.
+run in one scratch folder with a copy of ``examples/``; ``# exit 3`` behind a command names its exit code.
 Commands of a block without any output stay without.
 """
 

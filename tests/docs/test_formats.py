@@ -1,8 +1,9 @@
-"""The formats page is enough to write a reader: its tables are the code's, and its own reader reads an artifact."""
+"""The formats page is enough to write a reader: its tables are the code's, its reader reads an artifact."""
 
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_tables_are_what_the_layouts_write(layout: str) -> None:
     assert seen
 
 
-def documented_reader():
+def documented_reader() -> Any:
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(code, "formats.md", "exec"), names)

@@ -1,10 +1,9 @@
 """Links lead somewhere, commands run, and nothing private is on a page.
 
 Fenced blocks tagged ``console`` are executed: lines that start with ``$ `` are commands, run in one scratch
-folder per page in which ``examples/`` lies; ``# exit 3`` behind a command names its exit code; what they print
-is what the page shows (``docs/console.py``). Blocks tagged
-``sh`` are not executed (they name models or folders of the reader), but the w4pack commands and options in
-them must exist.
+folder per page in which ``examples/`` lies; ``# exit 3`` behind a command names its exit code; what they
+print is what the page shows (``docs/console.py``). Blocks tagged ``sh`` are not executed (they name models or
+folders of the reader), but the w4pack commands and options in them must exist.
 """
 
 import importlib.util
