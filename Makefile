@@ -31,8 +31,9 @@ demo: .venv-demo/stamp ## convert the checkpoint of examples/ to an artifact, pr
 test: .venv/stamp .venv-low/stamp .venv-high/stamp ## run the whole suite, also with the lowest and newest pair
 	$(PYTEST)
 
-test-fast: .venv/stamp ## under a minute: no slow tests, no servers, no other environments
-	$(PYTEST) -q -m "not slow and not hub"
+# No crashes, no random inputs, no servers, no other environments.
+test-fast: .venv/stamp ## under a minute: what to run while editing
+	$(PYTEST) -q -m "not slow and not hub" tests/unit tests/golden tests/cli tests/docs tests/test_imports.py
 
 test-matrix: .venv/stamp .venv-low/stamp .venv-high/stamp ## transformers and huggingface_hub: lowest, newest
 	.venv/bin/python -m pytest tests/pairs

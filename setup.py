@@ -6,6 +6,7 @@ See docs/decisions/0001-packaging.md. Everything else stands in pyproject.toml.
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -37,6 +38,15 @@ class BuildPy(build_py):
             link_dev_tree(ROOT)
 
 
+class BdistWheel(bdist_wheel):
+    """Cubins tie a wheel to Linux on x86_64, not to a version of Python or torch."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tag of the file name."""
+        has_cubins = any((ROOT / "kernels" / "cubins").rglob("*.cubin"))
+        return ("py3", "none", "manylinux_2_17_x86_64" if has_cubins else "any")
+
+
 def link_dev_tree(root: Path) -> None:
     """Make ``build/dev/w4pack`` of relative links: type checkers do not follow the editable finder."""
     tree = root / "build" / "dev" / "w4pack"
@@ -53,8 +63,8 @@ setup(
     package_data={
         "w4pack": ["py.typed"],
         "w4pack.convert": ["**/*.json"],
-        "w4pack.kernels": ["*.json", "cubins/*", "tiles/*.json"],
+        "w4pack.kernels": ["csrc/*.cu", "csrc/*.cuh", "cubins/**/*", "tiles/*.json"],
     },
     include_package_data=False,
-    cmdclass={"build_py": BuildPy},
+    cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
 )

@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("w4pack.convert.core",),
     ("w4pack.convert.files",),
     ("w4pack.convert.formats", "w4pack.convert.dialects", "w4pack.convert.engines"),
-    ("w4pack.convert.source",),
+    ("w4pack.convert.source", "w4pack.kernels"),
     ("w4pack.convert.planning",),
     ("w4pack.convert.jobs",),
     ("w4pack.convert.hub",),
@@ -41,6 +41,7 @@ OUTSIDE: dict[str, set[str]] = {
     "w4pack.convert.source": {"numpy"},
     "w4pack.convert.planning": {"numpy"},
     "w4pack.convert.jobs": {"numpy"},
+    "w4pack.kernels": {"numpy", "torch"},
     "w4pack.cli": {"click"},
 }
 
@@ -156,6 +157,23 @@ def test_planning_never_executes_and_nothing_imports_the_command_line() -> None:
     def wrong(i: Import) -> bool:
         plans = i.importer.startswith("w4pack.convert.planning") and ".jobs" in i.imported
         return plans or (i.imported == "w4pack.cli" and i.importer != "w4pack.__main__")
+
+    assert told([i for i in OURS if wrong(i)]) == []
+
+
+HEADERS_AND_RULES = (
+    "w4pack.convert.errors",
+    "w4pack.convert.core.scheme",
+    "w4pack.convert.files.tensorfile",
+    "w4pack.convert.engines",
+)
+
+
+def test_kernels_and_converter_share_only_layout_headers_and_rules() -> None:
+    def wrong(i: Import) -> bool:
+        from_kernels = room_of(i.importer) == "w4pack.kernels" and i.imported.startswith("w4pack.convert")
+        into_kernels = i.importer.startswith("w4pack.convert") and room_of(i.imported) == "w4pack.kernels"
+        return into_kernels or (from_kernels and not i.imported.startswith(HEADERS_AND_RULES))
 
     assert told([i for i in OURS if wrong(i)]) == []
 

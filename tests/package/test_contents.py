@@ -36,8 +36,10 @@ def test_the_wheel_holds_the_package_and_no_strays(built: "Built") -> None:
     assert packed == expected_files(built.checkout)
 
 
-def test_the_wheel_is_pure_python_for_any_platform(built: "Built") -> None:
-    assert built.wheel.name.endswith("-py3-none-any.whl")
+def test_the_tag_says_whether_cubins_are_inside(built: "Built") -> None:
+    cubins = [name for name in files_of(built.wheel) if name.endswith(".cubin")]
+    platform = "manylinux_2_17_x86_64" if cubins else "any"
+    assert built.wheel.name.endswith(f"-py3-none-{platform}.whl")
 
 
 def test_the_sdist_builds_the_same_wheel(built: "Built", command: "Command", tmp_path: Path) -> None:

@@ -36,7 +36,11 @@ names = ["w4pack.cli"]
 for package in (w4pack.convert, w4pack.kernels):
     names += [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
 for name in names:
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as err:  # the kernels' operators are torch's; the converter never is
+        if err.name != "torch" or not name.startswith("w4pack.kernels."):
+            raise
 assert importlib.util.find_spec("torch") is None, "the base install has torch"
 print(len(names))
 """
