@@ -173,7 +173,8 @@ def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | No
 def _bits(header: Header, groups: int, cols: int) -> int:
     dtype, qzeros = header
     if dtype != "I32":
-        raise mismatch("qzeros", f"I32 [{groups}, {cols // 8}] (4 bit) or [{groups}, {cols // 4}] (8 bit)", f"{dtype} {list(qzeros)}")
+        expected = f"I32 [{groups}, {cols // 8}] (4 bit) or [{groups}, {cols // 4}] (8 bit)"
+        raise mismatch("qzeros", expected, f"{dtype} {list(qzeros)}")
     if (
         len(qzeros) != 2
         or qzeros[0] != groups

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from w4pack.convert import dialects, formats
 from w4pack.convert.core import families, params
-from w4pack.convert.errors import Refused, W4PackError, name_some
+from w4pack.convert.errors import Refused, W4PackError
 from w4pack.convert.planning.decisions import LayerPlan, State
 from w4pack.convert.planning.targets import Target, common_group, fitting_group, splits_to
 
