@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -502,20 +504,45 @@ def digits(text: str) -> list[str]:
     return re.findall(r"\d+", text.replace(",", ""))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_f39_unreadable_shard(tmp_path: Path) -> None:
-    source = folder(tmp_path / "src", shards=2)
+UNPRIVILEGED = 65534  # nobody
+
+
+@contextlib.contextmanager
+def without_root() -> Iterator[None]:
+    """Give up root's right to read and write everything, for a while; others have nothing to give."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(UNPRIVILEGED)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that any user may enter (pytest's own are private)."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+def test_f39_unreadable_shard(open_folder: Path) -> None:
+    source = folder(open_folder / "src", shards=2)
     shard = source / "model-00001-of-00002.safetensors"
     shard.chmod(0)
-    convert(source, tmp_path / "out", "marlin").expect(1, shard.name)
-    assert not (tmp_path / "out").exists()
+    with without_root():
+        convert(source, open_folder / "out", "marlin").expect(1, shard.name)
+    assert not (open_folder / "out").exists()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_f39_read_only_parent(tmp_path: Path) -> None:
-    parent = tmp_path / "parent"
-    parent.mkdir(mode=0o500)
-    convert(folder(tmp_path / "src"), parent / "out", "marlin").expect(1, "parent")
+def test_f39_read_only_parent(open_folder: Path) -> None:
+    source, parent = folder(open_folder / "src"), open_folder / "parent"
+    parent.mkdir(mode=0o555)
+    with without_root():
+        convert(source, parent / "out", "marlin").expect(1, "parent")
+    assert not list(parent.iterdir())
 
 
 def test_f39_weights_that_are_a_folder(tmp_path: Path) -> None:
