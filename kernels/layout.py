@@ -101,6 +101,11 @@ def channel_order(out_features: int) -> Index:
     return position - inside + 2 * (inside // 8) + 8 * (inside // 2 % 4) + inside % 2
 
 
+def scale_order(out_features: int, groups: int) -> Index:
+    """Return the scale order of legacy and AWQ Marlin files: per channel for one group, else grouped."""
+    return channel_order(out_features) if groups == 1 else grouped_order(out_features)
+
+
 def inverse_order(order: Index) -> Index:
     """Return the position of each column: ``x[:, order][:, inverse_order(order)]`` is ``x``."""
     inverse = np.empty_like(order)

@@ -68,21 +68,16 @@ def specs(scheme: QuantScheme) -> dict[str, Header]:
     }
 
 
-def _order(scheme: QuantScheme) -> NDArray[np.int64]:
-    """Return the column at each position: the per-channel order for one scale row, else the grouped one."""
-    cols = scheme.out_features
-    return layout.channel_order(cols) if scheme.groups == 1 else layout.grouped_order(cols)
-
-
 def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero_kind: str) -> GroupParams:
     """Read scales in natural order. Raises SourceError if they are missing or do not fit."""
     stored = fitting(tensors, "s", (scheme.groups, scheme.out_features))
-    return GroupParams(stored[:, layout.inverse_order(_order(scheme))], None, None)
+    order = layout.scale_order(scheme.out_features, scheme.groups)
+    return GroupParams(stored[:, layout.inverse_order(order)], None, None)
 
 
 def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray[Any]]:
     """Write scales in the order of the kernel."""
-    return {"s": params.scales[:, _order(scheme)]}
+    return {"s": params.scales[:, layout.scale_order(scheme.out_features, scheme.groups)]}
 
 
 def limits(scheme: QuantScheme) -> Obstacle | None:
