@@ -235,7 +235,7 @@ def inspect(**given: Any) -> None:
     w4pack inspect ./out --json | jq .layers[0]
     """
     with _errors(given):
-        from w4pack.convert.command import run_inspect
+        from w4pack.convert.answers import run_inspect
 
         run_inspect(given)
 
@@ -262,7 +262,7 @@ def check(**given: Any) -> None:
     w4pack check ORG/NAME --engine vllm --tp 1,2,4,8
     """
     with _errors(given):
-        from w4pack.convert.command import run_check
+        from w4pack.convert.answers import run_check
 
         sys.exit(EXIT_OK if run_check(given) else EXIT_REFUSED)
 

@@ -182,8 +182,16 @@ def candidates_for(path: str | None, m: int, n: int, k: int, multiprocessors: in
     if path is None:
         return []
     rows = [tiles.Tile(str(r[0]), *map(int, r[1:])) for r in json.loads(Path(path).read_text())]
-    fit = [t for t in rows if t.tokens <= max(8, 4 * m) and m <= 4 * t.tokens]
-    return [tiles.Launch(t, tiles.grid(t, multiprocessors, m, n, k)) for t in fit]
+    fit = [t for t in rows if t.tokens <= max(8, 2 * m) and m <= 8 * t.tokens]
+    return [tiles.Launch(t, g) for t in fit for g in grids(t, multiprocessors, m, n, k)]
+
+
+def grids(tile: tiles.Tile, multiprocessors: int, m: int, n: int, k: int) -> list[int]:
+    """Return the grids worth trying: all blocks, and the most that cut every tile alike."""
+    whole = tiles.grid(tile, multiprocessors, m, n, k)
+    count = -(-m // tile.tokens) * -(-n // tile.columns)
+    even = [count * s for s in range(1, 9) if count * s <= multiprocessors * tile.blocks]
+    return list(dict.fromkeys([whole, *even[-2:]]))
 
 
 def environment() -> str:

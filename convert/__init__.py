@@ -6,7 +6,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from w4pack.convert.api import check, convert, inspect, push, unpack, verify
+    from w4pack.convert.api import convert, push, unpack, verify
+    from w4pack.convert.questions import check, inspect
 
 __all__ = ["check", "convert", "inspect", "push", "unpack", "verify"]
 
@@ -15,9 +16,10 @@ def __getattr__(name: str) -> Any:
     """Import the jobs when one is first asked for (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from w4pack.convert import api
+    from importlib import import_module
 
-    return getattr(api, name)
+    module = "questions" if name in ("check", "inspect") else "api"
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:

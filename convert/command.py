@@ -3,21 +3,19 @@
 Data goes to stdout, everything else to stderr; with ``--json`` stdout holds JSON only.
 """
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from w4pack.convert import api
+from w4pack.convert.console import Given, print_json, question_reporter, reporter_of, say, where_of
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import Refused, UsageError
 from w4pack.convert.events import (
-    SCHEMA,
     Human,
     JsonLines,
-    Quiet,
     Reporter,
     size_text,
     time_text,
@@ -32,27 +30,6 @@ from w4pack.convert.source.detect import Source
 
 if TYPE_CHECKING:
     from w4pack.convert.hub.access import Access
-
-Given = Mapping[str, Any]
-
-
-def _say(*lines: str) -> None:
-    for line in lines:
-        print(line, file=sys.stderr)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value), flush=True)
-
-
-def _where(given: Given) -> api.Where:
-    return api.Where(given["revision"], given["cache_dir"], given["local_files_only"])
-
-
-def _reporter(given: Given) -> Reporter:
-    if given["as_json"]:
-        return JsonLines()
-    return Quiet() if given["quiet"] else Human()
 
 
 def _running(given: Given, stop: StopFlag, reporter: Reporter) -> Running:
@@ -79,7 +56,7 @@ def run_convert(given: Given, stop: StopFlag) -> None:
     """Plan, print the plan, work, print what was done."""
     options, out = _convert_options(given), Path(given["out"])
     _check_sizes(given, options)
-    reporter = _reporter(given)
+    reporter = reporter_of(given)
     running = _running(given, stop, reporter)
     try:
         if given["dry_run"]:
@@ -90,7 +67,7 @@ def run_convert(given: Given, stop: StopFlag) -> None:
             given["src"],
             out,
             options=options,
-            where=_where(given),
+            where=where_of(given),
             running=running,
             verify_after=given["verify_after"],
             on_plan=partial(_show_plan, given, out),
@@ -112,7 +89,7 @@ def _check_sizes(given: Given, options: ConvertOptions) -> None:
                 found=str(options.max_shard_size),
             )
         text = f"shards above {HUB_FILE_LIMIT} bytes cannot be uploaded to the Hub"
-        _reporter(given).event(
+        reporter_of(given).event(
             "warning",
             code="shard-size",
             where="--max-shard-size",
@@ -123,7 +100,7 @@ def _check_sizes(given: Given, options: ConvertOptions) -> None:
 
 
 def _dry_run(given: Given, options: ConvertOptions, running: Running) -> None:
-    made = api.plan(given["src"], options=options, where=_where(given), running=running)
+    made = api.plan(given["src"], options=options, where=where_of(given), running=running)
     _show_plan(given, Path(given["out"]), *made, dry=True)
     if given["as_json"]:
         for warning in made[1]:
@@ -149,7 +126,7 @@ def _show_plan(
         return
     print(text(event, plan, out), file=sys.stdout if dry else sys.stderr, flush=True)
     if dry:
-        _say(*(f"warning: {w['text']}" for w in event["warnings"]))
+        say(*(f"warning: {w['text']}" for w in event["warnings"]))
 
 
 def _tell_done(given: Given, report: Report) -> None:
@@ -168,9 +145,9 @@ def _tell_done(given: Given, report: Report) -> None:
     if given["quiet"]:
         return
     for name, error in report.errors.items():
-        _say(f"{name}: re-quantized, relative error {error:.3g}")
+        say(f"{name}: re-quantized, relative error {error:.3g}")
     rate = report.plan.source_bytes / max(report.seconds, 1e-9)
-    _say(
+    say(
         f"wrote {report.out}: {size_text(report.plan.output_bytes)} in {time_text(report.seconds)} "
         f"({size_text(int(rate))}/s), {'lossless' if report.lossless else 'not lossless'}",
         f"next: w4pack verify {report.out} --against {given['src']}",
@@ -181,90 +158,9 @@ def _preflight(given: Given, options: ConvertOptions, running: Running) -> "Acce
     """Find out before the conversion whether the upload can work: token, rights, the card's header."""
     from w4pack.convert.hub.access import preflight
 
-    made, _, _, source = api.plan(given["src"], options=options, where=_where(given), running=running)
-    card = api.card_for(source, made, given["src"], _where(given))
+    made, _, _, source = api.plan(given["src"], options=options, where=where_of(given), running=running)
+    card = api.card_for(source, made, given["src"], where_of(given))
     return preflight(given["push_to"], None, given["private"], card)
-
-
-def run_inspect(given: Given) -> None:
-    """Print what a checkpoint is."""
-    from w4pack.convert.source.describe import text as described
-
-    value = api.inspect(
-        given["path"], where=_where(given), thorough=given["thorough"], reporter=_question_reporter(given)
-    )
-    if given["as_json"]:
-        _print_json(value)
-    elif not given["quiet"]:
-        print(described(value), flush=True)
-        _say(*(f"warning: {w['text']}" for w in value["warnings"]))
-        _say(*(f"warning: not convertible as it is: {p['what']} ({p['where']})" for p in value["problems"]))
-
-
-def _question_reporter(given: Given) -> Reporter:
-    """Return where a question's notes go: stdout is for the answer alone."""
-    return Quiet() if given["as_json"] or given["quiet"] else Human()
-
-
-def run_check(given: Given) -> bool:
-    """Print what engines do with a checkpoint; True if every asked combination works."""
-    engines = given["engine"] or api.ENGINES
-    answers = api.check(
-        given["path"],
-        engines=engines,
-        tp=given["tp"],
-        where=_where(given),
-        thorough=given["thorough"],
-        reporter=_question_reporter(given),
-    )
-    ok = all(answer["ok"] for answer in answers)
-    if given["as_json"]:
-        _print_json(answers[0] if len(answers) == 1 else _together(answers, ok=ok))
-    elif not given["quiet"]:
-        print("\n".join(_check_text(answers)), flush=True)
-    return ok
-
-
-def _together(answers: Sequence[Given], *, ok: bool) -> dict[str, Any]:
-    first = answers[0]
-    return {
-        "schema": SCHEMA,
-        "path": first["path"],
-        "engine": "all",
-        "ok": ok,
-        "evidence": first["evidence"],
-        "bytes_read": first["bytes_read"],
-        "engines": list(answers),
-    }
-
-
-def _check_text(answers: Sequence[Given]) -> list[str]:
-    lines = [f"path      {answers[0]['path']}"]
-    for answer in answers:
-        lines.append(f"{answer['engine']} {answer['engine_version']}")
-        for result in answer["results"]:
-            lines.append(f"  TP {result['tp']:<4}{_verdict(result['verdict'])}")
-            lines += _blocker_lines(result["blockers"])
-        if answer["suggestion"]:
-            lines.append(f"  try: {answer['suggestion']}")
-    lines.append(f"evidence  {answers[0]['evidence']}: {size_text(answers[0]['bytes_read'])} read")
-    return lines
-
-
-def _verdict(verdict: str) -> str:
-    words = {
-        "ok": "takes it",
-        "refuses": "refuses it",
-        "wrong": "loads it and computes something else",
-        "slow": "takes it, by a slow path",
-    }
-    return words.get(verdict, verdict)
-
-
-def _blocker_lines(blockers: Sequence[Given]) -> list[str]:
-    return [
-        f"         {b['layer']}: {b['rule']}: expected {b['expected']}, found {b['found']}" for b in blockers
-    ]
 
 
 def run_verify(given: Given) -> bool:
@@ -272,12 +168,12 @@ def run_verify(given: Given) -> bool:
     value = api.verify(
         given["out"],
         against=given["against"],
-        where=_where(given),
+        where=where_of(given),
         threads=given["threads"],
-        reporter=_question_reporter(given),
+        reporter=question_reporter(given),
     )
     if given["as_json"]:
-        _print_json(value)
+        print_json(value)
     elif not given["quiet"]:
         for failure in value["failures"]:
             print(
@@ -295,22 +191,22 @@ def run_verify(given: Given) -> bool:
 
 def run_unpack(given: Given, stop: StopFlag) -> None:
     """Turn an artifact back and say so."""
-    reporter = _reporter(given)
+    reporter = reporter_of(given)
     try:
         count = api.unpack(
-            given["path"], given["out"], where=_where(given), running=_running(given, stop, reporter)
+            given["path"], given["out"], where=where_of(given), running=_running(given, stop, reporter)
         )
     finally:
         reporter.close()
     if given["as_json"]:
         reporter.event("done", out=given["out"], tensors=count, proved=count)
     elif not given["quiet"]:
-        _say(f"wrote {given['out']}: {count} tensors, all proved equal to the source's")
+        say(f"wrote {given['out']}: {count} tensors, all proved equal to the source's")
 
 
 def run_push(given: Given, access: "Access | None" = None) -> None:
     """Upload an output and say where it is."""
-    reporter = _reporter(given)
+    reporter = reporter_of(given)
     folder = Path(given["out"])
     if not folder.is_dir():
         raise Refused("no such folder to push", code="no-such-folder", where=given["out"])
@@ -325,4 +221,4 @@ def run_push(given: Given, access: "Access | None" = None) -> None:
     if given["as_json"]:
         reporter.event("done", **report.to_json())
     elif not given["quiet"]:
-        _say(f"pushed {given['out']}: {report.summary()}")
+        say(f"pushed {given['out']}: {report.summary()}")

@@ -200,13 +200,20 @@ def write(model: TargetModel) -> dict[str, Any]:
         "format": FORMAT,
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": compact(model.dense_linears),
+        "ignore": compact(_left_dense(model)),
         "kv_cache_scheme": model.carried.get("kv_cache_scheme"),
         "global_compression_ratio": None,
     }
     if model.carried.get("moe_sparsity_config"):
         block["moe_sparsity_config"] = model.carried["moe_sparsity_config"]
     return block
+
+
+def _left_dense(model: TargetModel) -> tuple[str, ...]:
+    """Return the linears that stay dense, a tied head included: it has no tensor, but is a Linear all the same."""
+    if any(families.is_lm_head(name) for name in (*model.layers, *model.dense_linears)):
+        return model.dense_linears
+    return (*model.dense_linears, "lm_head")
 
 
 def _group(scheme: QuantScheme, targets: list[str]) -> dict[str, Any]:

@@ -82,8 +82,9 @@ def method_of(config: Mapping[str, Any] | None) -> str:
     return METHODS.get(spelling, spelling)
 
 
-def read_labels(config: Mapping[str, Any] | None, built_as: Callable[[str], str]) -> Labels:
-    """Parse ``config``. ``built_as`` maps a module to the name under which the engine looks rules up."""
+def read_labels(config: Mapping[str, Any] | None, built_as: Callable[[str], str] | None) -> Labels:
+    """Parse ``config``. ``built_as`` maps a module to the name under which an engine looks
+    up the rules of ``dynamic``; None: it does not read them."""
     if not config:
         return Labels("", "", lambda name: NOTHING)
     method = method_of(config)
@@ -92,7 +93,7 @@ def read_labels(config: Mapping[str, Any] | None, built_as: Callable[[str], str]
         if method == "auto-round"
         else ""
     )
-    readers: Mapping[str, Callable[[Mapping[str, Any], Callable[[str], str]], Lookup]] = {
+    readers: Mapping[str, Callable[[Mapping[str, Any], Callable[[str], str] | None], Lookup]] = {
         "gptq": _gptq,
         "awq": _awq,
         "compressed-tensors": _compressed_tensors,
@@ -110,7 +111,7 @@ def compiled(pattern: object) -> re.Pattern[str] | None:
         return None
 
 
-def _gptq(config: Mapping[str, Any], built_as: Callable[[str], str]) -> Lookup:
+def _gptq(config: Mapping[str, Any], built_as: Callable[[str], str] | None) -> Lookup:
     base = Label(
         bits=whole_number(config.get("bits")),
         group_size=whole_number(config.get("group_size")),
@@ -119,11 +120,11 @@ def _gptq(config: Mapping[str, Any], built_as: Callable[[str], str]) -> Lookup:
     )
     head = base if config.get("lm_head") else Label(quantized=False)
     dynamic = config.get("dynamic")
-    rules = list(_dynamic(dynamic)) if isinstance(dynamic, Mapping) else []
+    rules = list(_dynamic(dynamic)) if isinstance(dynamic, Mapping) and built_as is not None else []
 
     def lookup(name: str) -> Label:
         for skip, pattern, values in rules:
-            if pattern.match(built_as(name)):
+            if built_as is not None and pattern.match(built_as(name)):
                 return Label(quantized=False) if skip else _overridden(base, values)
         return head if is_lm_head(name) else base
 
@@ -146,7 +147,7 @@ def _overridden(base: Label, values: Mapping[str, Any]) -> Label:
     )
 
 
-def _awq(config: Mapping[str, Any], built_as: Callable[[str], str]) -> Lookup:
+def _awq(config: Mapping[str, Any], built_as: Callable[[str], str] | None) -> Lookup:
     zero_point = truth(config.get("zero_point"))
     base = Label(
         bits=whole_number(first(config, "bits", "w_bit")),
@@ -173,7 +174,7 @@ def targets_of(values: object) -> tuple[frozenset[str], tuple[re.Pattern[str], .
     return frozenset(v for v in words if not v.startswith("re:")), tuple(p for p in patterns if p is not None)
 
 
-def _compressed_tensors(config: Mapping[str, Any], built_as: Callable[[str], str]) -> Lookup:
+def _compressed_tensors(config: Mapping[str, Any], built_as: Callable[[str], str] | None) -> Lookup:
     groups = config.get("config_groups")
     rows = (
         [_ct_group(g) for g in groups.values() if isinstance(g, Mapping)]
@@ -210,7 +211,7 @@ def _ct_group(group: Mapping[str, Any]) -> tuple[frozenset[str], tuple[re.Patter
     return names, patterns, label
 
 
-def _autoround(config: Mapping[str, Any], built_as: Callable[[str], str]) -> Lookup:
+def _autoround(config: Mapping[str, Any], built_as: Callable[[str], str] | None) -> Lookup:
     base = Label(
         bits=whole_number(config.get("bits")),
         group_size=whole_number(config.get("group_size")),

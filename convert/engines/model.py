@@ -143,8 +143,8 @@ def fused_name(name: str) -> str:
 
 
 def survey(facts: ModelFacts, *, fused: bool) -> Model:
-    """Fold a model into kinds. ``fused``: the engine looks labels up under the names it builds."""
-    labels = read_labels(facts.quant_config, built_name if fused else str)
+    """Fold a model into kinds. ``fused``: the engine reads ``dynamic`` rules, under the names it builds."""
+    labels = read_labels(facts.quant_config, built_name if fused else None)
     dense = tuple(d.name.removesuffix(".weight") for d in facts.dense if _is_linear_weight(d.name, d.shape))
     return Model(
         facts=facts,

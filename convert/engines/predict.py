@@ -245,12 +245,11 @@ def _compressed_tensors(layers: tuple[LayerFacts, ...], dense: tuple[str, ...]) 
         }
         weights["group_size"] = None if group == -1 else group
         groups[f"group_{number}"] = {"targets": names, "weights": weights}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": groups,
-        "ignore": list(dense),
-    }
+    head = (
+        () if any(families.is_lm_head(name) for name in (*dense, *(x.name for x in layers))) else ("lm_head",)
+    )
+    base = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    return base | {"ignore": [*dense, *head]}
 
 
 def _artifact(layers: tuple[LayerFacts, ...], dense: tuple[str, ...]) -> dict[str, Any] | None:

@@ -143,6 +143,12 @@ def _v1_zeros(model: Model, kind: Kind, tp: int) -> Hit:
     return "sym false over real zero points", "sym true: symmetric kernels ignore the zero points"
 
 
+def _channel_asym(model: Model, kind: Kind, tp: int) -> Hit:
+    if kind.layer.sym or kind.layer.layout != "gptq" or kind.group > 0:
+        return None
+    return "groups, or symmetric, or backend torch", "zero points of one group per channel"
+
+
 def _rotation(model: Model, tp: int) -> Iterator[Finding]:
     return checks.present(model, "rotation", "rotation_config", "spinquant_config")
 
@@ -161,10 +167,20 @@ def _awq_dense(model: Model, tp: int) -> Iterator[Finding]:
 
 def _dense_head(model: Model, tp: int) -> Iterator[Finding]:
     """A dense head under the class target ``Linear``: transformers' head is a Linear."""
-    if "lm_head" not in model.dense_linears or "Linear" not in _targets(model):
-        return
-    if not any("lm_head" in str(x) for x in model.quant.get("ignore") or ()):
+    if "lm_head" in model.dense_linears and _head_targeted(model):
         yield Finding("lm_head", "quantized tensors, as the target `Linear` says", "a 16-bit weight")
+
+
+def _tied_head(model: Model, tp: int) -> Iterator[Finding]:
+    """The same where the head is tied to the embedding and has no tensor at all."""
+    stored = "lm_head" in model.dense_linears or any(k.lm_head for k in model.kinds)
+    if model.facts.layers and not stored and _head_targeted(model):
+        yield Finding("lm_head", "lm_head in `ignore`", "the target `Linear`, which takes a tied head too")
+
+
+def _head_targeted(model: Model) -> bool:
+    ignored = model.quant.get("ignore") or ()
+    return "Linear" in _targets(model) and not any("lm_head" in str(x) for x in ignored)
 
 
 def _targets(model: Model) -> frozenset[str]:
@@ -253,6 +269,15 @@ RULES = (
     Rule(
         "transformers.dense-head", "wrong", "lm_head, targets", "the head counts as Linear",
         "convert: lists lm_head", whole=_dense_head, methods=("compressed-tensors",),
+    ),
+    Rule(
+        "transformers.tied-head", "refuses", "lm_head, targets", "a tied head counts as Linear and loses its "
+        "weight", "convert: lists lm_head", whole=_tied_head, methods=("compressed-tensors",), run=True,
+    ),
+    Rule(
+        "transformers.channel-asym", "wrong", "zero points of one group per channel",
+        "gptqmodel's fused kernel, first on a CPU, misreads them (its torch kernel does not)",
+        "convert --to awq", test=_channel_asym, methods=("gptq",), run=True,
     ),
     Rule(
         "transformers.dynamic", "refuses", "dynamic", "`dynamic` is ignored: one scheme for the whole model",

@@ -1,11 +1,12 @@
 """What `inspect` prints: format, scheme of every layer, sizes, ties, maximal tensor parallelism, oddities."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from w4pack.convert.core.facts import LayerFacts, ModelFacts
 from w4pack.convert.engines.rules import max_tp
+from w4pack.convert.errors import name_some
 from w4pack.convert.events import size_text
 from w4pack.convert.formats import FORMATS
 
@@ -95,16 +96,17 @@ def text(value: Mapping[str, Any]) -> str:
     """Return the human form of ``describe``'s object."""
     layers = value["layers"]
     kinds = Counter(_kind(layer) for layer in layers)
+    leaves = {kind: _leaves(layer for layer in layers if _kind(layer) == kind) for kind in kinds}
     lines = [
         f"path      {value['path']}",
         f"format    {FORMATS.get(value['format'], ('', 'plain tensors'))[1]}",
     ]
     lines.append(
-        f"size      {size_text(value['bytes'])}, {value['parameters'] / 1e9:.3f} B parameters"
+        f"size      {size_text(value['bytes'])}, {_parameters(value['parameters'])}"
         + (f", {value['bits_per_weight']} bits per quantized weight" if layers else "")
     )
     for index, (kind, count) in enumerate(kinds.most_common()):
-        lines.append(f"{'layers' if index == 0 else '':<10}{count} x {kind}")
+        lines.append(f"{'layers' if index == 0 else '':<10}{count} x {kind}: {leaves[kind]}")
     orders = Counter(layer["act_order"] for layer in layers)
     if layers:
         lines.append("order     " + ", ".join(f"{name} in {count}" for name, count in sorted(orders.items())))
@@ -124,6 +126,15 @@ def text(value: Mapping[str, Any]) -> str:
         lines.append(f"tied      {', '.join(value['tied'])}")
     lines.append(f"evidence  {value['evidence']}: {size_text(value['bytes_read'])} read")
     return "\n".join(lines)
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:.2f} B parameters" if count >= 1e8 else f"{count / 1e6:.2f} M parameters"
+
+
+def _leaves(layers: Iterable[Mapping[str, Any]]) -> str:
+    """Return the last names of some layers, each once, in the order of the file."""
+    return name_some(list(dict.fromkeys(layer["name"].rpartition(".")[2] for layer in layers)), 8)
 
 
 def _kind(layer: Mapping[str, Any]) -> str:

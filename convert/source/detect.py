@@ -7,7 +7,7 @@ with what was found; where it is contradicted, the tensors win and a warning say
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from w4pack.convert import dialects
@@ -101,10 +101,14 @@ def _read_modules(read: Reading) -> tuple[list[SourceLayer], set[str]]:
     layers: list[SourceLayer] = []
     taken: set[str] = set()
     modules = group_tensors(read.checkpoint.tensors)
+    examples = Examples(modules) if read.options.evidence == "few" else None
     for name, local in sorted(modules.items(), key=lambda item: natural_key(item[0])):
         try:
             if _is_quantized(local):
-                layers.append(read_layer(name, local, read))
+                like = examples.like(name, local) if examples is not None else None
+                layers.append(like or read_layer(name, local, read))
+                if examples is not None:
+                    examples.add(layers[-1])
                 taken.update(info.name for info in local.values())
             else:
                 problem = foreign.foreign_weight(name, local)
@@ -113,6 +117,37 @@ def _read_modules(read: Reading) -> tuple[list[SourceLayer], set[str]]:
         except W4PackError as err:
             read.problems.append(err)
     return layers, taken
+
+
+class Examples:
+    """Layers that stand for others of the same last name and tensors: a far source is read in samples.
+
+    Of each last name the first, the middle and the last layer are read; the answer says that it is a sample.
+    """
+
+    def __init__(self, modules: Mapping[str, Mapping[str, TensorInfo]]) -> None:
+        names: dict[str, list[str]] = defaultdict(list)
+        for name in sorted(modules, key=natural_key):
+            names[name.rpartition(".")[2]].append(name)
+        self._read = {n for group in names.values() for n in (group[0], group[len(group) // 2], group[-1])}
+        self._seen: dict[object, SourceLayer] = {}
+
+    def like(self, name: str, local: Mapping[str, TensorInfo]) -> SourceLayer | None:
+        """Return a layer described by its example, or None: this one is to be read."""
+        example = self._seen.get(_kind(name, local))
+        if name in self._read or example is None:
+            return None
+        tensors = {s: t for s, t in local.items() if s != "bias"}
+        return replace(example, name=name, tensors=tensors, bias=local.get("bias"))
+
+    def add(self, layer: SourceLayer) -> None:
+        """Let a layer stand for later ones."""
+        local = {**layer.tensors, **({"bias": layer.bias} if layer.bias else {})}
+        self._seen.setdefault(_kind(layer.name, local), layer)
+
+
+def _kind(name: str, local: Mapping[str, TensorInfo]) -> object:
+    return name.rpartition(".")[2], tuple(sorted((s, t.dtype, t.shape) for s, t in local.items()))
 
 
 def group_tensors(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:

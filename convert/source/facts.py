@@ -14,7 +14,7 @@ def source_facts(source: Source) -> ModelFacts:
         quant_file=source.quant_file,
         layers=tuple(layer_facts(layer) for layer in source.layers),
         dense=tuple(DenseFacts(t.name, t.dtype, t.shape) for t in source.dense),
-        evidence=source.options.evidence,
+        evidence="all" if source.options.evidence == "all" else "sample",
         bytes_read=ck.store.bytes_read,
         total_bytes=sum(t.nbytes for t in ck.tensors.values()),
         files=tuple(ck.store.files()),

@@ -243,7 +243,7 @@ def _read_zeros(
     if layout == "gptq":
         raw = (
             ck.rect(info.name, slice(0, SAMPLE_ROWS), slice(None))
-            if read.options.evidence == "sample"
+            if read.options.evidence != "all"
             else ck.read(info.name)
         )
         label = read.claims.zero_kind if read.claims else None
@@ -252,7 +252,7 @@ def _read_zeros(
         return zeros.read_gptq(
             raw, scheme.bits, claim, read.claims, label, read.options.zero_reading, info.name, warn
         )
-    if read.options.evidence == "sample" and layout not in ("awq-gemv-fast", "awq-gemv", "marlin"):
+    if read.options.evidence != "all" and layout not in ("awq-gemv-fast", "awq-gemv", "marlin"):
         raw = ck.rect(info.name, slice(0, SAMPLE_ROWS), slice(None)).view(np.uint32)
         return zeros.ZeroReading("plain", sym=bool((raw == zeros.V2_MIDPOINT[scheme.bits]).all()))
     grid = formats.get(layout).grid(scheme.bits)

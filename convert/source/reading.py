@@ -23,14 +23,15 @@ COMPARED_KEYS = (
     "zero_point",
     "version",
 )
-Evidence = Literal["all", "sample"]
+Evidence = Literal["all", "sample", "few"]
 
 
 @dataclass(frozen=True, slots=True)
 class DetectOptions:
     """What the user decided about the source.
 
-    evidence      ``all``: every deciding tensor is read whole; ``sample``: every g_idx, a row of the zeros
+    evidence      ``all``: every deciding tensor is read whole; ``sample``: every g_idx, a row of the zeros;
+                  ``few``: as ``sample``, and for layers in the first, middle and last block only
     zero_reading  ``word`` or ``nibble``, where a v1 file is ambiguous
     source_format ``gptq`` or ``gptq_v2``, where no label says it
     ignore_keys   config keys whose effect on the forward pass the user takes upon himself
