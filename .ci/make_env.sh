@@ -67,12 +67,16 @@ install_torch() { # PYTHON OF THE VENV
     fi
 }
 
+# The checkout is built without isolation: after the first time it installs again without a network.
+have_setuptools() { # PYTHON OF THE VENV
+    "$1" -c 'import setuptools as s; exit(int(s.__version__.split(".")[0]) < 77)' 2>/dev/null ||
+        "$1" -m pip install --quiet --upgrade 'setuptools>=77'
+}
+
 case "$1" in
     base)
         new_venv "$2"
-        # Built without isolation: after the first time a changed checkout installs without a network.
-        "$2/bin/python" -c 'import setuptools as s; exit(int(s.__version__.split(".")[0]) < 77)' 2>/dev/null ||
-            "$2/bin/python" -m pip install --quiet --upgrade 'setuptools>=77'
+        have_setuptools "$2/bin/python"
         rm -rf "$root/build/lib" "$root"/build/bdist.* # else modules that were deleted since come along
         "$2/bin/python" -m pip install --quiet --no-build-isolation "$root"
         ;;
@@ -87,7 +91,8 @@ case "$1" in
             new_venv "$2"
         fi
         install_torch "$2/bin/python"
-        "$2/bin/python" -m pip install --quiet --editable "$root[dev]"
+        have_setuptools "$2/bin/python"
+        "$2/bin/python" -m pip install --quiet --no-build-isolation --editable "$root[dev]"
         install_torch "$2/bin/python" # once more: nothing that came later may have replaced it
         ;;
     overlay)
