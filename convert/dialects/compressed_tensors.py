@@ -210,7 +210,7 @@ def write(model: TargetModel) -> dict[str, Any]:
 
 
 def _left_dense(model: TargetModel) -> tuple[str, ...]:
-    """Return the linears that stay dense, a tied head included: it has no tensor, but is a Linear all the same."""
+    """Return the linears that stay dense. A tied head is one: it has no tensor, but is a Linear."""
     if any(families.is_lm_head(name) for name in (*model.layers, *model.dense_linears)):
         return model.dense_linears
     return (*model.dense_linears, "lm_head")

@@ -268,6 +268,19 @@ def checked(folder: Path, engine: str) -> tuple[str, str]:
     return result["verdict"], blockers[0]["rule"] if blockers else ""
 
 
+def runs_in_hf_cpu(folder: Path) -> bool:
+    """Whether gptqmodel has a CPU kernel: AWQ gemm, columns of whole 32, a group the int4 kernel takes."""
+    quant = oracle.quant_config(folder)
+    if quant["quant_method"] == "auto-round":
+        return False  # read by a package of its own, which is not installed
+    if quant["quant_method"] == "compressed-tensors":
+        return True  # decompressed
+    linears = oracle.decode_folder(folder).values()
+    whole = all(x.n % 32 == 0 and (len(x.scales) > 1 or x.k in (32, 64, 128, 256)) for x in linears)
+    return whole and not str(quant.get("version", "")).startswith("gemv")
+
+
+RUNS = {"vllm": runs_in_vllm_cpu, "hf": runs_in_hf_cpu}
 EXPECT = {"ok": "equal", "slow": "equal", "wrong": "wrong", "refuses": "refuses"}
 
 
@@ -281,8 +294,8 @@ def sources(shelf: Shelf, names: list[str]) -> Iterator[Case]:
     """Return the fixtures themselves, in every engine that can run them here."""
     for name in names:
         folder = shelf.source(name)
-        for engine in ENGINE_NAMES:
-            if engine == "hf" or runs_in_vllm_cpu(folder):
+        for engine, runs in RUNS.items():
+            if runs(folder):
                 yield as_checked(f"{engine}-source-{name}", engine, folder, folder)
 
 
@@ -297,8 +310,8 @@ def converted(shelf: Shelf, names: list[str]) -> Iterator[Case]:
                 api.convert(source, out, to=target)
             except W4PackError:
                 continue
-            for engine in ENGINE_NAMES:
-                if engine == "hf" or runs_in_vllm_cpu(source):
+            for engine, runs in RUNS.items():
+                if runs(out):
                     yield as_checked(f"{engine}-{name}-to-{target}", engine, out, source)
 
 

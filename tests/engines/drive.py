@@ -1,6 +1,6 @@
 """Shows the cases to the engines, judges what came back and writes docs/engines.md.
 
-    python tests/engines/drive.py [--only edits,sources,converted] [--names a,b] [--no-page]
+    python tests/engines/drive.py [--only edits,sources,converted] [--names a,b] [--engine E] [--no-page]
 
 Numbers count as equal when the largest difference of any log-probability of any token of the vocabulary, at
 any position of the prompt, is at most twice what running the decoded model itself in 16 bit moves (measured
@@ -161,10 +161,13 @@ def main() -> int:
     options = argparse.ArgumentParser()
     options.add_argument("--only", default="edits,sources,converted")
     options.add_argument("--names", default="")
+    options.add_argument(
+        "--engine", choices=("vllm", "hf"), help="run one; the page keeps the other's tables"
+    )
     options.add_argument("--no-page", action="store_true")
     args = options.parse_args()
     names = args.names.split(",") if args.names else decodable()
-    found = list(gathered(set(args.only.split(",")), names))
+    found = [c for c in gathered(set(args.only.split(",")), names) if args.engine in (None, c.engine)]
     print(f"{len(found)} cases", flush=True)
     outcomes = run_all(found)
     if not args.no_page:

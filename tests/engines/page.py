@@ -34,8 +34,7 @@ ENGINE = {"vllm": "vLLM", "hf": "transformers"}
 
 def write_page(path: Path, outcomes: Sequence[Outcome], versions: Mapping[str, str], date: str) -> None:
     """Write the page."""
-    odd = sum(not o.as_expected for o in outcomes)
-    parts = [HEAD.format(date=date, count=len(outcomes), odd=odd, **versions)]
+    parts = kept(path, {ENGINE[o.case.engine] for o in outcomes})
     rest = list(outcomes)
     for title, mark in TITLES.values():
         chosen = [o for o in rest if mark in o.case.id]
@@ -44,7 +43,25 @@ def write_page(path: Path, outcomes: Sequence[Outcome], versions: Mapping[str, s
     parts += [
         section(f"One rule at a time: {ENGINE[e]}", [o for o in rest if o.case.engine == e]) for e in ENGINE
     ]
-    path.write_text("".join(parts), encoding="utf-8")
+    tables = "".join(sorted(filter(None, parts), key=order))
+    rows = [line for line in tables.splitlines() if line.startswith("| ") and not line.startswith("| case")]
+    odd = sum("**" in line for line in rows)
+    head = HEAD.format(date=date, count=len(rows), odd=odd, **versions)
+    path.write_text(head + tables, encoding="utf-8")
+
+
+def kept(path: Path, run: set[str]) -> list[str]:
+    """Return the tables of engines that were not run this time."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    tables = ["\n## " + part for part in text.split("\n## ")[1:]]
+    return [t for t in tables if t.partition("\n\n")[0].rpartition(": ")[2] not in run]
+
+
+def order(table: str) -> tuple[int, bool]:
+    """Sort tables: converted, sources, single rules; vLLM first."""
+    title = table.strip().splitlines()[0]
+    starts = [title.startswith("## " + t) for t, _ in TITLES.values()]
+    return (starts.index(True) if any(starts) else len(starts), not title.endswith("vLLM"))
 
 
 def section(title: str, outcomes: Sequence[Outcome]) -> str:

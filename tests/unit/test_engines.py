@@ -54,6 +54,12 @@ def named(model: ModelFacts, *files: str, weights: tuple[str, ...] | None = None
     return replace(model, files=files, weight_files=weights or model.weight_files)
 
 
+def tied(**settings: object) -> ModelFacts:
+    """Return a compressed-tensors model whose head is the embedding."""
+    model = ct(quant=compressed() | settings)
+    return replace(model, dense=tuple(d for d in model.dense if not d.name.startswith("lm_head")))
+
+
 ROTATED = {"config_groups": {"R4": {"apply": [{"location": "input", "targets": ["re:.*down_proj"]}]}}}
 FOLDED = {"config_groups": {"R1": {"apply": [{"location": "weight_input", "targets": ["Linear"]}]}}}
 TARGETS_HEAD = {"group_0": {"targets": ["Linear", "lm_head"], "weights": {"num_bits": 4, "group_size": 128}}}
@@ -361,9 +367,15 @@ TRANSFORMERS = (
         ),
     ),
     Case("transformers.dense-head", ct(quant=compressed() | {"ignore": []}), ct()),
+    Case("transformers.tied-head", tied(ignore=[]), tied(ignore=["lm_head"])),
+    Case(
+        "transformers.channel-asym",
+        gptq(block(group_size=-1, sym=False), group_size=-1, sym=False),
+        gptq(block(sym=False), sym=False),
+    ),
     Case(
         "transformers.dynamic",
-        gptq(changed(block(), "o_proj", group_size=64), dynamic={"o_proj": {"group_size": 64}}),
+        gptq(changed(block(), "o_proj", group_size=64), dynamic={".*o_proj": {"group_size": 64}}),
         gptq(dynamic={"router": {"group_size": 64}}),
     ),
     Case(
