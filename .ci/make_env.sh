@@ -106,7 +106,8 @@ case "$1" in
         site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
         # site.addsitedir also reads BASE's own .pth files: the editable install of the checkout is one.
         printf 'import site; site.addsitedir(%s)\n' "'$(cd "$(site "$base")" && pwd)'" > "$(site "$dir")/zz_base.pth"
-        "$dir/bin/python" -m pip install --quiet --upgrade "$@"
+        # Without a network: what is there, if it satisfies REQ.
+        "$dir/bin/python" -m pip install --quiet --upgrade "$@" || "$dir/bin/python" -m pip install --quiet "$@"
         ;;
     *)
         say "error: unknown kind of environment: $1"
