@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import checkpoints
 import oracle
-from w4pack.convert import api
+from w4pack.convert import check, convert
 from w4pack.convert.errors import W4PackError
 
 PORTABLE = ("gptq", "awq", "compressed-tensors")
@@ -262,7 +262,7 @@ ENGINE_NAMES = {"vllm": "vllm", "hf": "transformers"}
 
 def checked(folder: Path, engine: str) -> tuple[str, str]:
     """Return the verdict of `check` and its first rule."""
-    (answer,) = api.check(folder, engines=[ENGINE_NAMES[engine]])
+    (answer,) = questions.check(folder, engines=[ENGINE_NAMES[engine]])
     (result,) = answer["results"]
     blockers = result["blockers"]
     return result["verdict"], blockers[0]["rule"] if blockers else ""
@@ -307,7 +307,7 @@ def converted(shelf: Shelf, names: list[str]) -> Iterator[Case]:
             out = shelf.root / "converted" / f"{name}-to-{target}"
             out.parent.mkdir(exist_ok=True)
             try:
-                api.convert(source, out, to=target)
+                convert(source, out, to=target)
             except W4PackError:
                 continue
             for engine, runs in RUNS.items():
