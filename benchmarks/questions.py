@@ -1,9 +1,9 @@
-"""How fast `w4pack --help` and `w4pack inspect` answer: the latter on a header set of 70B size (sparse files).
+"""How fast `w4pack --help` and `w4pack inspect` answer: the latter on headers of 70B size (sparse files).
 
     python benchmarks/questions.py
 
-Shapes of a 70B Llama, GPTQ 4 bit g128: 560 linears, 80 layers. Only headers, ``g_idx`` and zero points hold data; the
-codes are holes in sparse files. Printed: best of five, beside the start of a bare interpreter.
+Shapes of a 70B Llama, GPTQ 4 bit g128: 560 linears, 80 layers. Only headers, ``g_idx`` and zero points hold
+data; the codes are holes in sparse files. Printed: best of five, beside the start of a bare interpreter.
 """
 
 import json
