@@ -1,5 +1,6 @@
 """The reference pages name what programs rely on: JSON keys, exit codes, functions and their keywords."""
 
+import importlib
 import inspect as python_inspect
 import json
 import re
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from w4pack.convert import api, errors
+import w4pack.convert as api
+from w4pack.convert import errors
+from w4pack.convert.planning.options import ConvertOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo-gptq"
@@ -94,7 +97,7 @@ def test_every_keyword_of_a_function_is_named(name: str) -> None:
     )
     assert missing(row, keywords) == set()
     if name == "convert":
-        assert missing(row, set(api.ConvertOptions.__dataclass_fields__)) == set()
+        assert missing(row, set(ConvertOptions.__dataclass_fields__)) == set()
 
 
 def test_the_example_of_the_python_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,3 +108,12 @@ def test_the_example_of_the_python_page_runs(tmp_path: Path, capsys: pytest.Capt
     names["build"](str(DEMO), tmp_path)
     assert capsys.readouterr().out.startswith("gptq\nTrue ")
     assert (tmp_path / "back" / "config.json").is_file()
+
+
+def test_the_names_of_the_python_page_can_be_imported() -> None:
+    text = (REFERENCE / "python.md").read_text(encoding="utf-8")
+    found = re.findall(r"`(w4pack(?:\.\w+)+)\.(\w+)\(([\w, ]+)\)`", text)
+    assert len(found) == 2
+    for module, name, fields in found:
+        value = getattr(importlib.import_module(module), name)
+        assert set(fields.split(", ")) == set(value.__dataclass_fields__)
