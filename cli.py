@@ -155,7 +155,7 @@ def root() -> None:
     """
 
 
-@root.command()
+@root.command(short_help="Convert a checkpoint, with a plan first.")
 @click.argument("src")
 @click.argument("out", type=click.Path())
 @click.option(
@@ -222,7 +222,7 @@ def convert(**given: Any) -> None:
         run_convert(given, _stop_flag())
 
 
-@root.command()
+@root.command(short_help="Say what a checkpoint is.")
 @click.argument("path")
 @thorough_option
 @hub_options
@@ -240,7 +240,7 @@ def inspect(**given: Any) -> None:
         run_inspect(given)
 
 
-@root.command()
+@root.command(short_help="Say what engines do with a checkpoint.")
 @click.argument("path")
 @click.option(
     "--engine",
@@ -267,7 +267,7 @@ def check(**given: Any) -> None:
         sys.exit(EXIT_OK if run_check(given) else EXIT_REFUSED)
 
 
-@root.command()
+@root.command(short_help="Prove an output, and compare it with its source.")
 @click.argument("out", type=click.Path())
 @click.option(
     "--against", help="The source: a folder or ORG/NAME. Codes, zeros, scales and order are compared."
@@ -289,7 +289,7 @@ def verify(**given: Any) -> None:
         sys.exit(EXIT_OK if run_verify(given) else EXIT_VERIFY)
 
 
-@root.command()
+@root.command(short_help="Turn an artifact back into its source.")
 @click.argument("path")
 @click.argument("out", type=click.Path())
 @running_options
@@ -307,7 +307,7 @@ def unpack(**given: Any) -> None:
         run_unpack(given, _stop_flag())
 
 
-@root.command()
+@root.command(short_help="Upload an output to the Hub.")
 @click.argument("out", type=click.Path())
 @click.argument("repo_id", metavar="ORG/NAME")
 @click.option("--private", is_flag=True, help="Create the Hub repository as a private one.")
@@ -426,6 +426,8 @@ def _usage(err: click.ClickException) -> NoReturn:
             "hint": None,
         }
         print(json.dumps({"schema": 1, **fields}), flush=True)
+    elif isinstance(err, click.UsageError) and err.ctx is not None and err.format_message():
+        print(f"error: {err.format_message()}\n\nhint: {err.ctx.command_path} --help", file=sys.stderr)
     else:
         err.show()
     sys.exit(EXIT_USAGE)

@@ -124,7 +124,9 @@ def _show_plan(
     if given["as_json"]:
         JsonLines().event("plan", **event)
         return
-    print(text(event, plan, out), file=sys.stdout if dry else sys.stderr, flush=True)
+    print(
+        text(event, plan, out, verbose=given["verbose"]), file=sys.stdout if dry else sys.stderr, flush=True
+    )
     if dry:
         say(*(f"warning: {w['text']}" for w in event["warnings"]))
 
@@ -138,19 +140,26 @@ def _tell_done(given: Given, report: Report) -> None:
             lossless=report.lossless,
             bytes=report.plan.output_bytes,
             seconds=round(report.seconds, 3),
-            relative_errors=dict(report.errors),
+            relative_errors=dict(sorted(report.errors.items())),
+            verified=given["verify_after"],
+            resumed_complete=report.was_complete,
             warnings=len(report.warnings),
         )
         return
     if given["quiet"]:
         return
-    for name, error in report.errors.items():
+    for name, error in sorted(report.errors.items()):
         say(f"{name}: re-quantized, relative error {error:.3g}")
+    if report.was_complete:
+        say(f"{report.out} is already the complete result of this command; nothing was written")
+        return
     rate = report.plan.source_bytes / max(report.seconds, 1e-9)
     say(
         f"wrote {report.out}: {size_text(report.plan.output_bytes)} in {time_text(report.seconds)} "
         f"({size_text(int(rate))}/s), {'lossless' if report.lossless else 'not lossless'}",
-        f"next: w4pack verify {report.out} --against {given['src']}",
+        f"verified against {given['src']}: every tensor is as it should be"
+        if given["verify_after"]
+        else f"next: w4pack verify {report.out} --against {given['src']}",
     )
 
 
@@ -161,6 +170,14 @@ def _preflight(given: Given, options: ConvertOptions, running: Running) -> "Acce
     made, _, _, source = api.plan(given["src"], options=options, where=where_of(given), running=running)
     card = api.card_for(source, made, given["src"], where_of(given))
     return preflight(given["push_to"], None, given["private"], card)
+
+
+def _lossy_text(value: Given) -> str:
+    if value["lossless"] or not value["ok"]:
+        return ""
+    if value["against"] is None:
+        return "; not lossless, as its conversion said"
+    return "; not lossless: what was re-quantized or rounded has the error that was reported"
 
 
 def run_verify(given: Given) -> bool:
@@ -183,7 +200,7 @@ def run_verify(given: Given) -> bool:
         compared = f", {value['compared']} compared with {value['against']}" if value["against"] else ""
         print(
             f"{'ok' if value['ok'] else 'FAILED'}        {value['tensors']} tensors{compared}, "
-            f"{len(value['failures'])} wrong",
+            f"{len(value['failures'])} wrong{_lossy_text(value)}",
             flush=True,
         )
     return bool(value["ok"])

@@ -184,7 +184,7 @@ def k_split(model: Model, kind: Kind, tp: int) -> Hit:
         return None
     return (
         f"K per rank a multiple of the group size {group}{padding_hint(kind, group)}",
-        f"K/{tp} = {k // tp} = {k // tp // group} * {group} + {k // tp % group}",
+        f"K/{tp} = {k // tp}: {k // tp // group} groups of {group} and {k // tp % group} rows more",
     )
 
 

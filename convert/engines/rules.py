@@ -43,7 +43,12 @@ def evaluate(facts: ModelFacts, engine: str, tp: int = 1) -> EngineResult:
     """Apply every rule of ``engine``. Raises KeyError for an unknown engine."""
     table = ENGINES[engine]
     model = _model(facts, engine)
-    found = [b for rule in table.rules if _applies(rule, model) for b in _broken(rule, model, tp)]
+    found: list[Blocker] = []
+    for rule in table.rules:
+        if _applies(rule, model):
+            found += _broken(rule, model, tp)
+            if rule.id.endswith(".method") and found:
+                break  # an engine that does not know the method looks at nothing else
     found.sort(key=lambda b: RANK[b.verdict])
     blockers = tuple(b for b in found if b.verdict != "note")
     verdict = blockers[0].verdict if blockers else "ok"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from w4pack.convert.core.bitpack import Words, pack_rows, unpack_rows
+from w4pack.convert.core.bitpack import Words
 from w4pack.convert.core.order import map_of_sorted, read_perm, sorted_rows
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
@@ -66,7 +66,7 @@ def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
 
 
 def pack(words: Words, bits: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
-    """Turn canonical words of padded, sorted rows into tiles; see ``pad_words``."""
+    """Turn canonical words of padded, sorted rows into tiles."""
     return pack_tiles(words, bits, out)
 
 
@@ -133,36 +133,6 @@ def pad_params(params: GroupParams, scheme: QuantScheme) -> tuple[NDArray[Any], 
     if params.zeros is not None and not scheme.sym:
         zeros[: scheme.groups, : scheme.out_features] = params.zeros
     return scales, zeros
-
-
-def padding_codes(scheme: QuantScheme, params: GroupParams) -> NDArray[np.uint8]:
-    """Return the codes (K' - K, N') of the padded rows: the zero points of the group each row falls into."""
-    _, zeros = pad_params(params, scheme)
-    rows = np.arange(scheme.in_features, stored_size(scheme.in_features))
-    group = rows * 0 if scheme.group_size == ONE_GROUP else rows // scheme.group_size
-    return zeros[group]
-
-
-def pad_words(words: Words, scheme: QuantScheme, params: GroupParams, k0: int = 0, n0: int = 0) -> Words:
-    """Pad a block of canonical words to whole units where it ends at K or N; rows are in packed order.
-
-    The block starts at row ``k0`` (a multiple of 64) and column ``n0``. Without padding this is ``words``.
-    """
-    rows = min(words.shape[0] * scheme.codes_per_word, scheme.in_features - k0)
-    cols = words.shape[1]
-    high = stored_size(rows) if k0 + rows == scheme.in_features else rows
-    wide = stored_size(cols) if n0 + cols == scheme.out_features else cols
-    if (high, wide) == (rows, cols):
-        return words
-    midpoint_word = np.uint32(scheme.midpoint * (0x11111111 if scheme.bits == 4 else 0x01010101))
-    out = np.full((high // scheme.codes_per_word, wide), midpoint_word, np.uint32)
-    out[: words.shape[0], :cols] = words
-    if high > rows:
-        tail = rows // scheme.codes_per_word  # the word in which padding begins
-        codes = unpack_rows(out[tail:], scheme.bits)
-        codes[rows % scheme.codes_per_word :] = padding_codes(scheme, params)[:, n0 : n0 + wide]
-        out[tail:] = pack_rows(codes, scheme.bits)
-    return out
 
 
 def limits(scheme: QuantScheme) -> Obstacle | None:

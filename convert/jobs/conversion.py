@@ -53,13 +53,18 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a conversion did. ``errors``: relative Frobenius error of each re-quantized layer."""
+    """What a conversion did.
+
+    errors        relative Frobenius error of each re-quantized layer
+    was_complete  OUT was already the published result of this plan (``--resume``); nothing was written
+    """
 
     out: Path
     plan: Plan
     warnings: tuple[Warning_, ...]
     seconds: float
     errors: Mapping[str, float]
+    was_complete: bool = False
 
     @property
     def lossless(self) -> bool:
@@ -175,7 +180,7 @@ def convert_source(
     for warning in warnings:
         running.reporter.event("warning", **warning_fields(warning))
     if running.resume and finished_before(out, plan):
-        return Report(out, plan, warnings, time.monotonic() - started, {})
+        return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
     written = run_plan(
         plan,
         ConvertRecipe(source, plan, strict=running.strict),

@@ -35,6 +35,7 @@ from w4pack.convert.jobs.rebuild import (
     unpack_array,
 )
 from w4pack.convert.jobs.staging import write_file
+from w4pack.convert.jobs.verify import check_output
 from w4pack.convert.planning.options import DEFAULT_SHARD
 from w4pack.convert.planning.plan import Op, OutTensor, Plan
 from w4pack.convert.source import orders
@@ -265,6 +266,7 @@ def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: 
     """Unpack an artifact to ``out``. Returns the number of tensors, all proved."""
     if source.problems:
         raise Refused.together(source.problems)
+    _refuse_damaged(source.checkpoint, value, running.workers)
     unpacking = Unpacking(source, value)
     recipe = UnpackRecipe(unpacking)
     plan = unpack_plan(unpacking)
@@ -285,6 +287,20 @@ def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: 
 
     run_plan(plan, recipe, out, running, write_rest)
     return len(plan.tensors)
+
+
+def _refuse_damaged(checkpoint: Checkpoint, value: Mapping[str, Any], threads: int) -> None:
+    """Raise VerifyError unless every tensor is what the manifest says: nothing else proves the codes."""
+    wrong = [f for f in check_output(checkpoint, value, threads) if f.kind != "nonfinite"]
+    if wrong:
+        raise VerifyError(
+            "the artifact is damaged",
+            code="damaged",
+            where=name_some([f.tensor for f in wrong]),
+            expected=wrong[0].expected,
+            found=wrong[0].found,
+            hint=f"w4pack verify {checkpoint.label}",
+        )
 
 
 def _plain(name: str) -> str:

@@ -14,7 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from w4pack.convert import formats
-from w4pack.convert.core import dtypes
+from w4pack.convert.core import bitpack, dtypes
+from w4pack.convert.core.dequant import dequantize
+from w4pack.convert.core.order import natural_map
+from w4pack.convert.core.params import index_map
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.files.checkpoint import Checkpoint
@@ -189,7 +192,7 @@ class Comparison:
         for block in blocks(
             job.codes, grid, job.codes.out.in_features, job.codes.out.out_features, work.DENSE_CODES
         ):
-            wanted = work.dense_block(job, block, tag)
+            wanted = source_weights(job, block, tag)
             found = out.rect(name, slice(block.n0, block.n1), slice(block.k0, block.k1))
             failures = _same_bits(name, "weights", wanted, found)
             if failures:
@@ -211,6 +214,26 @@ def _first_difference(one: Checkpoint, info: TensorInfo, other: Checkpoint, twin
         if a != b:
             return offset + int(np.flatnonzero(np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8))[0])
     return None
+
+
+def source_weights(job: LayerJob, block: Block, tag: str) -> NDArray:
+    """Return the weights (N, K) of a block straight from the source's own codes and parameters.
+
+    Nothing that the conversion worked out is used but the maps of rows and columns; padding weighs nothing.
+    """
+    scheme, params = job.layer.scheme, job.source_params
+    rows = index_map(job.codes.rows, job.codes.out.in_features, scheme.in_features)[block.k0 : block.k1]
+    cols = index_map(job.codes.cols, job.codes.out.out_features, scheme.out_features)[block.n0 : block.n1]
+    real_rows, real_cols = np.flatnonzero(rows >= 0), np.flatnonzero(cols >= 0)
+    made = np.zeros((cols.size, rows.size), dtypes.numpy_dtype(tag))
+    if real_rows.size and real_cols.size:
+        k, n = rows[real_rows], cols[real_cols]
+        codes = bitpack.unpack_rows(job.codes.reader.words(k, n), scheme.bits, k.size)
+        group = params.group if params.group is not None else natural_map(scheme)
+        zeros = None if params.zeros is None else params.zeros[:, n]
+        columns = GroupParams(params.scales[:, n], zeros, group[k])
+        made[np.ix_(real_cols, real_rows)] = dequantize(codes, columns, scheme, tag).T
+    return made
 
 
 def compare_packed(job: LayerJob, checkpoint: Checkpoint, layer: SourceLayer) -> list[Failure]:

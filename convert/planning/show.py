@@ -9,12 +9,15 @@ from typing import Any
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import name_some
 from w4pack.convert.events import size_text, time_text
+from w4pack.convert.planning.decisions import LayerPlan
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import Source
 
 TPS = (1, 2, 4, 8)
 ENGINES = ("w4pack", "vllm", "sglang", "transformers")
+STOCK = ENGINES[1:]
+DTYPE_KEYS = ("dtype", "torch_dtype")
 RATE = 400 << 20  # bytes of output per second that a plan's time estimate assumes (two cores, a local disk)
 
 
@@ -85,15 +88,15 @@ def notes(plan: Plan) -> dict[str, int]:
     return dict(counts)
 
 
-def text(event: Mapping[str, Any], plan: Plan, out: Path) -> str:
-    """Return the human form of the plan."""
+def text(event: Mapping[str, Any], plan: Plan, out: Path, *, verbose: bool = False) -> str:
+    """Return the human form of the plan; ``verbose`` adds a line for every quantized linear."""
     packed = [p for p in plan.layers if p.action == "pack"]
     target = TARGETS[plan.target]
     shards = f"{event['shards']} shard{'s' if event['shards'] > 1 else ''}"
     written = f"{size_text(event['bytes_written'])} in {shards} ({_signed(event['bytes_added'])})"
     lines = [
         f"source    {event['source']}    {size_text(event['bytes_read'])}",
-        f"target    {plan.target}    {written}",
+        f"target    {_target_text(plan)}    {written}",
         f"lossless  {_lossless(plan)}",
         f"as is     {_as_is(plan)}",
         f"padded    {_padded(event, packed, plan)}",
@@ -108,11 +111,25 @@ def text(event: Mapping[str, Any], plan: Plan, out: Path) -> str:
         f"left out  {item['name']} ({size_text(item['bytes'])}): {item['reason']}"
         for item in event["left_out"]
     ]
+    if verbose:
+        lines += [_layer_line(layer) for layer in plan.layers]
     if target.note:
         lines.append(f"note      {target.note}")
+    elif target.layout not in (None, "marlin") and not any(event["engines"][e] for e in STOCK):
+        lines.append(
+            "note      no stock engine takes this output; `w4pack check OUT` says why, and what they take"
+        )
     lines.append("engines   " + "   ".join(_engine(name, tps) for name, tps in event["engines"].items()))
     lines.append(f"needs     {_needs(event, out)}")
     return "\n".join(lines)
+
+
+def _layer_line(layer: LayerPlan) -> str:
+    """Return one layer: name, shape, what it becomes and how."""
+    shape = f"{layer.scheme.in_features} -> {layer.scheme.out_features}"
+    made = layer.scheme.label() if layer.action != "dense" else "16 bit"
+    more = "; ".join([*layer.notes, *([layer.reason] if layer.reason else [])])
+    return f"          {layer.name}  {shape}  {made}{f'  ({more})' if more else ''}"
 
 
 def _as_is(plan: Plan) -> str:
@@ -153,18 +170,18 @@ def _signed(nbytes: int) -> str:
 
 
 def _lossless(plan: Plan) -> str:
+    if plan.lossless and plan.options.get("widen"):
+        return "yes: every weight is kept bit for bit; widened layers have other codes for the same weights"
     if plan.lossless:
         return (
             "yes: codes, zeros, scales and order are kept bit for bit (`w4pack verify --against` proves it)"
         )
     if plan.target == "dense":
         return "no: each weight is the exact product, rounded once"
-    lossy = [p for p in plan.layers if p.action != "pack"]
-    return (
-        f"no: {len(lossy)} layers are not kept bit for bit, the others are"
-        if lossy
-        else "no: scales are rounded"
-    )
+    lossy = sum(p.action != "pack" for p in plan.layers)
+    if not lossy:
+        return "no: scales are rounded"
+    return f"no: {_count(lossy, 'layer')} not kept bit for bit; the others are"
 
 
 def _padded(event: Mapping[str, Any], packed: Iterable[Any], plan: Plan) -> str:
@@ -178,9 +195,24 @@ def _padded(event: Mapping[str, Any], packed: Iterable[Any], plan: Plan) -> str:
         for p in packed
         if stored_size(layout, p.scheme) != (p.scheme.in_features, p.scheme.out_features)
     ]
-    return (
-        f"{len(names)} layers to multiples of 64, with zero weights: {name_some(names)}" if names else "none"
-    )
+    parts = [
+        f"{key} to {value}, with zero weights"
+        for key, value in plan.config_changes.items()
+        if key not in DTYPE_KEYS
+    ]
+    if names:
+        parts.append(
+            f"{_count(len(names), 'layer')} to multiples of 64, with zero weights: {name_some(names)}"
+        )
+    return "; ".join(parts) or "none"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _target_text(plan: Plan) -> str:
+    return "marlin artifact 1" if plan.target == "marlin" else plan.target
 
 
 def _left(left: Mapping[str, str | None]) -> list[str]:

@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 import builders
 import oracle
 from w4pack.convert import formats
-from w4pack.convert.core.bitpack import pack_rows, permute_rows, unpack_rows
+from w4pack.convert.core.bitpack import Words, pack_rows, permute_rows, unpack_rows
 from w4pack.convert.core.dequant import dequantize, from_f64
 from w4pack.convert.core.order import sorted_rows
 from w4pack.convert.core.quantlinear import GroupParams
-from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.errors import Refused, SourceError
+from w4pack.convert.formats import marlin
 from w4pack.kernels import layout as tile
 
 Made = tuple[oracle.Linear, QuantScheme, GroupParams]
@@ -158,14 +159,43 @@ def test_compressed_tensors(made: Made) -> None:
     check("compressed-tensors", made, builders.compressed)
 
 
+def padding_codes(scheme: QuantScheme, params: GroupParams) -> NDArray[np.uint8]:
+    """Return the codes (K' - K, N') of the padded rows: the zero points of the group each row falls into."""
+    _, zeros = marlin.pad_params(params, scheme)
+    rows = np.arange(scheme.in_features, marlin.stored_size(scheme.in_features))
+    group = rows * 0 if scheme.group_size == ONE_GROUP else rows // scheme.group_size
+    return zeros[group]
+
+
+def pad_words(words: Words, scheme: QuantScheme, params: GroupParams, k0: int = 0, n0: int = 0) -> Words:
+    """Pad a block of canonical words to whole units where it ends at K or N; rows are in packed order.
+
+    The block starts at row ``k0`` (a multiple of 64) and column ``n0``. Without padding this is ``words``.
+    """
+    rows = min(words.shape[0] * scheme.codes_per_word, scheme.in_features - k0)
+    cols = words.shape[1]
+    high = marlin.stored_size(rows) if k0 + rows == scheme.in_features else rows
+    wide = marlin.stored_size(cols) if n0 + cols == scheme.out_features else cols
+    if (high, wide) == (rows, cols):
+        return words
+    midpoint_word = np.uint32(scheme.midpoint * (0x11111111 if scheme.bits == 4 else 0x01010101))
+    out = np.full((high // scheme.codes_per_word, wide), midpoint_word, np.uint32)
+    out[: words.shape[0], :cols] = words
+    if high > rows:
+        tail = rows // scheme.codes_per_word  # the word in which padding begins
+        codes = unpack_rows(out[tail:], scheme.bits)
+        codes[rows % scheme.codes_per_word :] = padding_codes(scheme, params)[:, n0 : n0 + wide]
+        out[tail:] = pack_rows(codes, scheme.bits)
+    return out
+
+
 @given(linears(unit=(1, 1), groups=(-1, 16, 32, 64, 128), orders=True, short=True, tags=("F16", "BF16")))
 def test_artifact_is_read_by_the_slow_decoder_and_comes_back(made: Made) -> None:
     linear, scheme, params = made
-    marlin = formats.get("marlin")
     words = pack_rows(linear.codes, scheme.bits)
     if params.group is not None:
         words = permute_rows(words, scheme.bits, sorted_rows(params.group))
-    padded = marlin.pad_words(words, scheme, params)
+    padded = pad_words(words, scheme, params)
     got = {"weight": marlin.pack(padded, scheme.bits), **marlin.encode_params(params, scheme)}
     for suffix, (tag, shape) in marlin.specs(scheme).items():
         assert (got[suffix].shape, got[suffix].dtype) == (shape, np.dtype(oracle.CARRIER[tag]))
@@ -199,13 +229,12 @@ def check_slow_reading(linear: oracle.Linear, scheme: QuantScheme, got: dict[str
 @given(linears(unit=(8, 8), groups=(-1, 32, 128), short=True), st.data())
 def test_blocks_of_the_artifact_are_padded_as_the_whole(made: Made, data: st.DataObject) -> None:
     linear, scheme, params = made
-    marlin = formats.get("marlin")
     words = pack_rows(linear.codes, scheme.bits)
-    whole = marlin.pad_words(words, scheme, params)
+    whole = pad_words(words, scheme, params)
     k0 = 64 * data.draw(st.integers(0, (linear.k - 1) // 64))
     n0 = 64 * data.draw(st.integers(0, (linear.n - 1) // 64))
     per = scheme.codes_per_word
-    block = marlin.pad_words(words[k0 // per :, n0:], scheme, params, k0, n0)
+    block = pad_words(words[k0 // per :, n0:], scheme, params, k0, n0)
     assert np.array_equal(block, whole[k0 // per :, n0:])
 
 
