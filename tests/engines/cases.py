@@ -262,7 +262,7 @@ ENGINE_NAMES = {"vllm": "vllm", "hf": "transformers"}
 
 def checked(folder: Path, engine: str) -> tuple[str, str]:
     """Return the verdict of `check` and its first rule."""
-    (answer,) = questions.check(folder, engines=[ENGINE_NAMES[engine]])
+    (answer,) = check(folder, engines=[ENGINE_NAMES[engine]])
     (result,) = answer["results"]
     blockers = result["blockers"]
     return result["verdict"], blockers[0]["rule"] if blockers else ""
