@@ -200,6 +200,12 @@ def root() -> None:
     multiple=True,
     help="Convert although this config key changes the forward pass. Repeatable.",
 )
+@click.option(
+    "--ignore",
+    multiple=True,
+    metavar="PATTERN",
+    help="Leave these linears in 16 bit: a module's full name, or re: and a regular expression. Repeatable.",
+)
 @click.option("--dry-run", is_flag=True, help="Stop after the plan.")
 @click.option(
     "--verify", "verify_after", is_flag=True, help="Read OUT back and compare it with SRC at the end."

@@ -49,6 +49,7 @@ def _convert_options(given: Given) -> ConvertOptions:
         zero_reading=given["zero_reading"],
         source_format=given["source_format"],
         ignore_key=tuple(given["ignore_key"]),
+        ignore=tuple(given["ignore"]),
     )
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from w4pack.convert.core import families
 from w4pack.convert.core.facts import Warning_
-from w4pack.convert.errors import Refused
+from w4pack.convert.dialects.patterns import matcher
+from w4pack.convert.errors import Refused, UsageError
 from w4pack.convert.planning.contents import biases, carried_settings, is_rounded, scales, tied_head
 from w4pack.convert.planning.decisions import Action, Decisions, DensePlan, LayerPlan, State
 from w4pack.convert.planning.fitting import equalise, expressible, group_sizes, one_scheme, shapes, symmetry
@@ -62,6 +63,24 @@ def _start(source: Source, options: ConvertOptions) -> State:
     }
     mlps = families.intermediate_sets({*layers, *weights})
     return State(source, options, target, layers, plans, dense, mlps)
+
+
+def _ignored(state: State) -> None:
+    """Leave in 16 bit what the user names. Raises UsageError for a pattern that names nothing."""
+    for pattern in state.options.ignore:
+        regular = matcher(pattern.removeprefix("re:")) if pattern.startswith("re:") else None
+        if pattern.startswith("re:") and regular is None:
+            raise UsageError("not a regular expression that can be read", where="--ignore", found=pattern)
+        names = [n for n in state.plans if (regular(n) if regular is not None else n == pattern)]
+        if not names:
+            raise UsageError(
+                "no quantized layer has this name",
+                where="--ignore",
+                expected="a name that `inspect` lists",
+                found=pattern,
+            )
+        for name in names:
+            state.leave(name, f"named by --ignore {pattern}")
 
 
 def _heads(state: State) -> None:
@@ -139,6 +158,7 @@ STEPS = (
     carried_settings,
     scales,
     biases,
+    _ignored,
     _heads,
     orders_of_rows,
     pad_for_tp,

@@ -29,6 +29,7 @@ class ConvertOptions:
     zero_reading: str | None = None
     source_format: str | None = None
     ignore_key: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise UsageError for values that make no sense, alone or together."""
@@ -93,6 +94,7 @@ class ConvertOptions:
                 "the manifest names options that this version does not know", found=", ".join(unknown)
             )
         values = dict(chosen)
-        if "ignore_key" in values:
-            values["ignore_key"] = tuple(values["ignore_key"])
+        for name in ("ignore_key", "ignore"):
+            if name in values:
+                values[name] = tuple(values[name])
         return cls(**values)

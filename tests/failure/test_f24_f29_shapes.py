@@ -371,3 +371,29 @@ def test_f29_routers_stay_byte_identical_and_listed(target: str, tmp_path: Path)
             )
     if target in ("awq", "marlin"):
         assert set(names) <= set(settings["modules_to_not_convert"])
+
+
+# --- layers that the user leaves in 16 bit ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.0.mlp.down_proj", r"re:.*\.down_proj$"])
+@pytest.mark.parametrize("to", ["marlin", "gptq", "compressed-tensors"])
+def test_ignored_layers_are_dequantized_and_the_rest_stays_packed(
+    pattern: str, to: str, tmp_path: Path
+) -> None:
+    model = b.model(3, b.llama_config())
+    source, out = b.write(tmp_path / "src", model, b.gptq, b.gptq_config()), tmp_path / "out"
+    convert(source, out, to, "--ignore", pattern).expect(0, "--ignore")
+    got, tensors = oracle.decode_folder(out), oracle.read_folder(out)
+    down = "model.layers.0.mlp.down_proj"
+    assert down not in got
+    assert "model.layers.0.mlp.up_proj" in got
+    weight = tensors[f"{down}.weight"]
+    assert oracle.same_floats(weight.array(), model.linears[down].weight(weight.tag), weight.tag)
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.9.mlp.down_proj", "re:(", "re:nothing"])
+def test_an_ignore_pattern_that_names_nothing_is_a_usage_error(pattern: str, tmp_path: Path) -> None:
+    source = b.write(tmp_path / "src", b.model(3, b.llama_config()), b.gptq, b.gptq_config())
+    convert(source, tmp_path / "out", "marlin", "--ignore", pattern).expect(2, pattern.removeprefix("re:"))
+    assert not (tmp_path / "out").exists()
