@@ -294,19 +294,6 @@ def kv_heads(config: Mapping[str, Any]) -> int | None:
     return found.value if found else None
 
 
-def tp_slices(config: Mapping[str, Any], module: str, tp: int) -> int:
-    """Return into how many different slices ``tp`` ranks cut a linear.
-
-    k and v are cut by heads: with more ranks than key/value heads they are replicated instead of cut further.
-    Routers and the first halves of low-rank attention are never cut.
-    """
-    place = role(module)
-    if place not in ("column", "row", "lm_head"):
-        return 1
-    heads = kv_heads(config) if split_name(module)[1] in KV_LEAVES else None
-    return tp if heads is None else min(tp, heads)
-
-
 # ---- biases ---------------------------------------------------------------------------------------
 
 _QKV_LEAVES = (
@@ -317,11 +304,6 @@ _OUT_LEAVES = ("o_proj", "out_proj", "dense", "wo")
 _ELSEWHERE = (  # parts of a model that the rows say nothing about
     "visual", "vision", "audio", "multi_modal", "mm_projector", "linear_attn", "mamba",
 )  # fmt: skip
-
-
-def is_known(config: Mapping[str, Any]) -> bool:
-    """Return True if the biases of the model's class are known."""
-    return any(name in BIASES for name in architectures(config))
 
 
 def has_bias(config: Mapping[str, Any], module: str) -> bool | None:

@@ -33,9 +33,6 @@ class Reorder:
     cols: NDArray[np.int32] | None
 
 
-NO_REORDER = Reorder(None, None)
-
-
 def index_map(explicit: NDArray[np.int32] | None, size: int, available: int) -> NDArray[np.int32]:
     """Return the map of ``size`` entries: the explicit one, or identity over ``available`` elements."""
     if explicit is not None:

@@ -1,14 +1,17 @@
-"""``QuantLinear``: the one value all formats share.
+"""The canonical form of a quantized linear: what all formats share.
 
-Formats never meet each other; each one decodes to this and encodes from it. The codes are kept packed, along
-K, natural row order, low bits first (word ``r`` of column ``n`` holds rows ``32/bits * r ...``): the same
-integers as unpacked codes at a half (4 bit) of the memory, and the form most checkpoints already use, so that
-a repack is a few word operations per word.
+Formats never meet each other; each one decodes to this form and encodes from it. It has three parts: the
+scheme (``QuantScheme``), the codes as words, and the group parameters (``GroupParams``).
+
+The codes are kept packed, uint32 (ceil(K * bits / 32), N): along K, natural row order, low bits first (word
+``r`` of column ``n`` holds rows ``32/bits * r ...``), bits past row K-1 zero. Those are the same integers as
+unpacked codes at a half of the memory, in the form that most checkpoints already use, so that a repack is a
+few word operations a word.
 
     W[n, k] = (codes[k, n] - zeros[g, n]) * scales[g, n],   g = group[k], or k // group_size
 
-rounded once to the dtype of the scales. Work goes block by block: a *block* is the words of some rows and
-columns; ``GroupParams`` are small and handled whole.
+rounded once to the dtype of the scales. Codes go block by block: a *block* is the words of some rows and
+columns; group parameters are small and handled whole.
 """
 
 from dataclasses import dataclass
@@ -16,8 +19,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from w4pack.convert.core.scheme import QuantScheme
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,15 +33,3 @@ class GroupParams:
     scales: NDArray[Any]
     zeros: NDArray[np.uint8] | None
     group: NDArray[np.int32] | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantLinear:
-    """One whole quantized linear, independent of any file format.
-
-    words  uint32 (ceil(K * bits / 32), N): codes packed along K; bits past row K-1 are 0
-    """
-
-    scheme: QuantScheme
-    words: NDArray[np.uint32]
-    params: GroupParams

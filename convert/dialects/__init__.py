@@ -3,7 +3,7 @@
 A dialect is one small module per ``quant_method``:
 
 ``METHODS``                          spellings of ``quant_method`` it answers to
-``claims(config, config_json)``      -> Claims; parse; never raises on nonsense values it does not need
+``claims(config)``                   -> Claims; parse; never raises on nonsense values it does not need
 ``write(model) -> dict``             the block for a target (only dialects that are targets)
 
 ``find_dialect`` chooses a module for a block; ``unknown_method`` is the refusal if there is none.

@@ -36,8 +36,8 @@ KNOWN_KEYS = frozenset((
 ))  # fmt: skip
 
 
-def claims(config: Mapping[str, Any], config_json: Mapping[str, Any]) -> Claims:
-    """Parse an AutoRound block; ``config_json`` is not needed. Never raises."""
+def claims(config: Mapping[str, Any]) -> Claims:
+    """Parse an AutoRound block. Never raises."""
     label = reading.text(config, "packing_format", "backend", "vllm_backend", "sglang_backend")
     packing = _packing(label)
     refusals = reading.forward_keys(config, KNOWN_KEYS) + _extra_refusals(config)

@@ -31,8 +31,8 @@ KNOWN_KEYS = frozenset((
 ))  # fmt: skip
 
 
-def claims(config: Mapping[str, Any], config_json: Mapping[str, Any]) -> Claims:
-    """Parse an AWQ block; ``config_json`` is not needed. Never raises."""
+def claims(config: Mapping[str, Any]) -> Claims:
+    """Parse an AWQ block. Never raises."""
     default = ModuleClaim(
         bits=reading.integer(config, "bits", "w_bit"),
         group_size=reading.group_size(config, "group_size", "q_group_size"),

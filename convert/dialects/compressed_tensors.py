@@ -27,7 +27,7 @@ ORDERS = ("group", "dynamic")
 RUN_TIME_FREE = "weight_"  # a transform at such a location is folded into the weights already
 
 
-def claims(config: Mapping[str, Any], config_json: Mapping[str, Any]) -> Claims:
+def claims(config: Mapping[str, Any]) -> Claims:
     """Parse a compressed-tensors block (also one found under ``compression_config``). Never raises."""
     groups = reading.table(config, "config_groups")
     finder, unread = _finder(config, groups)

@@ -33,8 +33,8 @@ KNOWN_KEYS = frozenset((
 ))  # fmt: skip
 
 
-def claims(config: Mapping[str, Any], config_json: Mapping[str, Any]) -> Claims:
-    """Parse a GPTQ block; ``config_json`` is not needed. Never raises."""
+def claims(config: Mapping[str, Any]) -> Claims:
+    """Parse a GPTQ block. Never raises."""
     label, clash = _label(config)
     default = module_claim(config)
     rules, unread = _rules(reading.table(config, "dynamic"))

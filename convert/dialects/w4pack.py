@@ -30,8 +30,8 @@ ONLINE_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
-def claims(config: Mapping[str, Any], config_json: Mapping[str, Any]) -> Claims:
-    """Parse the block of an artifact; ``config_json`` is not needed. Never raises."""
+def claims(config: Mapping[str, Any]) -> Claims:
+    """Parse the block of an artifact. Never raises."""
     refusals = _refusals(config)
     default = _claim(config)
     modules = reading.table(config, "modules")

@@ -211,6 +211,7 @@ RULES = (
     Rule(
         "transformers.no-config", "wrong", "config.json", "loads as a plain model with random linears; only "
         "a report is printed", "convert: every target writes the settings", whole=checks.no_settings,
+        run=True,
     ),
     Rule(
         "transformers.settings-file", "wrong", "config.json", "other settings files are not read: random "
@@ -226,7 +227,7 @@ RULES = (
     ),
     Rule(
         "transformers.stray-file", "wrong", "files", "model.safetensors is taken instead of the index",
-        "remove the file", whole=checks.stray_file,
+        "remove the file", whole=checks.stray_file, run=True,
     ),
     Rule(
         "transformers.weight-files", "refuses", "file names", "no file of a known name",
@@ -246,7 +247,7 @@ RULES = (
     ),
     Rule(
         "transformers.rotation", "wrong", "rotation, rotation_config, spinquant_config", "the key is ignored",
-        "none in a stock engine", whole=_rotation, methods=("gptq", "awq"),
+        "none in a stock engine", whole=_rotation, methods=("gptq", "awq"), run=True,
     ),
     Rule(
         "transformers.sparsity", "wrong", "sparsity_config", "the key is ignored: sparse tensors have other "
@@ -264,7 +265,7 @@ RULES = (
     ),
     Rule(
         "transformers.awq-dense", "wrong", "dense linears", "replaced by a quantized layer without tensors",
-        "convert: lists what stays dense", whole=_awq_dense, methods=("awq", "compressed-tensors"),
+        "convert: lists what stays dense", whole=_awq_dense, methods=("awq", "compressed-tensors"), run=True,
     ),
     Rule(
         "transformers.dense-head", "wrong", "lm_head, targets", "the head counts as Linear",
@@ -285,7 +286,7 @@ RULES = (
     ),
     Rule(
         "transformers.unlisted", "wrong", "modules_in_block_to_quantize", "the module stays a random Linear",
-        "convert --to gptq", test=_gptq_unlisted, methods=("gptq",),
+        "convert --to gptq", test=_gptq_unlisted, methods=("gptq",), run=True,
     ),
     Rule(
         "transformers.random-experts", "wrong", "experts in gptq or awq form",
@@ -313,12 +314,12 @@ RULES = (
     Rule(
         "transformers.shape", "refuses", "bits, group_size against the tensors",
         "parameters get other shapes", "convert: the tensors decide",
-        test=lambda m, k, tp: None if m.quant.get("dynamic") else checks.shapes_as_labelled(k),
+        test=lambda m, k, tp: None if m.quant.get("dynamic") else checks.shapes_as_labelled(k), run=True,
     ),
     Rule(
         "transformers.labelled-dense", "wrong", "quantized modules the config leaves out",
         "stays a random Linear", "convert: the tensors decide",
-        test=lambda m, k, tp: checks.labelled_dense(k), methods=("awq", "compressed-tensors"),
+        test=lambda m, k, tp: checks.labelled_dense(k), methods=("awq", "compressed-tensors"), run=True,
     ),
     Rule(
         "transformers.zeros-ignored", "wrong", "zero points under sym true",

@@ -283,16 +283,16 @@ def dense_labelled(model: Model, tp: int) -> Iterator[Finding]:
 RULES = (
     Rule(
         "vllm.no-config", "refuses", "config files", "loads as a plain model; the quantized tensors have no "
-        "parameter", "convert: every target writes the settings", whole=checks.no_settings,
+        "parameter", "convert: every target writes the settings", whole=checks.no_settings, run=True,
     ),
     Rule(
         "vllm.settings-file", "refuses", "config.json", "quantize_config.json is read only under "
-        "--quantization", "convert --to gptq writes both files", whole=checks.settings_file,
+        "--quantization", "convert --to gptq writes both files", whole=checks.settings_file, run=True,
     ),
     Rule(
         "vllm.method", "refuses", "quant_method", "unknown quantization method (marlin, bitsandbytes, gguf, "
         "hqq are gone; the artifact is for w4pack's runtime)", "convert --to gptq, awq or compressed-tensors",
-        whole=_method,
+        whole=_method, run=True,
     ),
     Rule(
         "vllm.extra-file", "refuses", "files", "without an index every *.safetensors is loaded; its tensors "
@@ -309,7 +309,7 @@ RULES = (
     ),
     Rule(
         "vllm.dynamic-type", "refuses", "dynamic", "the same, for one rule",
-        "convert --to compressed-tensors", test=_gptq_type_of_module, methods=("gptq",),
+        "convert --to compressed-tensors", test=_gptq_type_of_module, methods=("gptq",), run=True,
     ),
     Rule(
         "vllm.desc-act", "refuses", "desc_act, group_size", "activation ordering was removed",
@@ -343,7 +343,7 @@ RULES = (
     ),
     Rule(
         "vllm.sparsity", "refuses", "sparsity_config", "sparse formats were removed",
-        "no target keeps the sparsity", whole=sparsity, methods=("compressed-tensors",),
+        "no target keeps the sparsity", whole=sparsity, methods=("compressed-tensors",), run=True,
     ),
     Rule(
         "vllm.rotation", "wrong", "rotation, rotation_config, spinquant_config",
@@ -379,7 +379,7 @@ RULES = (
     Rule(
         "vllm.dense-labelled", "refuses", "dense linears", "the 16-bit weight has no parameter",
         "convert: every target lists what stays dense", whole=dense_labelled,
-        methods=("awq", "compressed-tensors", "auto-round"),
+        methods=("awq", "compressed-tensors", "auto-round"), run=True,
     ),
     Rule(
         "vllm.layout", "refuses", "tensor layout", "tensors have no parameter, or another shape (labels such "
@@ -389,7 +389,7 @@ RULES = (
     Rule(
         "vllm.shape", "refuses", "bits, group_size against the tensors",
         "parameters get other shapes than the tensors", "convert: the tensors decide",
-        test=lambda m, k, tp: checks.shapes_as_labelled(k),
+        test=lambda m, k, tp: checks.shapes_as_labelled(k), run=True,
     ),
     Rule(
         "vllm.lm-head", "refuses", "lm_head", "the head is built dense, its tensors have no parameter",
@@ -398,6 +398,7 @@ RULES = (
     Rule(
         "vllm.labelled-dense", "refuses", "quantized modules the config leaves out",
         "built dense, tensors have no parameter", "convert: the tensors decide", test=_labelled_dense,
+        run=True,
     ),
     Rule(
         "vllm.map-dropped", "wrong", "g_idx", "every *.g_idx is dropped without a message",

@@ -91,24 +91,17 @@ def _elements(index: Index, size: int, unit: int, elems: int, step: int) -> tupl
 
 def _pick(words: NDArray[np.uint32], bits: int, rows: Index, cols: Index) -> NDArray[np.uint32]:
     """Take rows and columns of a block of words; rows are counted in codes."""
+    if not (isinstance(cols, slice) and cols.start == 0 and cols.stop == words.shape[1]):
+        words = np.ascontiguousarray(words[:, cols])
     per = 32 // bits
     if (
         isinstance(rows, slice)
         and rows.start % per == 0
         and (rows.stop % per == 0 or -(-rows.stop // per) == words.shape[0])
     ):
-        picked = words[rows.start // per : -(-rows.stop // per)]
-    else:
-        codes = bitpack.unpack_rows(
-            words
-            if isinstance(cols, slice) and cols.start == 0 and cols.stop == words.shape[1]
-            else words[:, cols],
-            bits,
-        )
-        return bitpack.pack_rows(codes[rows], bits)
-    if isinstance(cols, slice) and cols.start == 0 and cols.stop == picked.shape[1]:
-        return picked
-    return np.ascontiguousarray(picked[:, cols])
+        return words[rows.start // per : -(-rows.stop // per)]
+    order = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    return bitpack.permute_rows(words, bits, order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,8 +15,15 @@ from w4pack.convert.errors import OutputError, Refused
 from w4pack.convert.jobs.staging import step, write_all, writing
 from w4pack.convert.planning.plan import Plan
 
-# What may differ between a run and its resumption. Everything that is not here decides bytes.
-MAY_CHANGE = ("threads", "json", "quiet", "verbose", "debug", "strict", "verify", "overwrite")
+# What may not differ between a run and its resumption, in the order in which it is named. Threads,
+# verbosity and everything else that is not here may change: it does not decide bytes.
+DECIDES = (
+    ("w4pack", "version"),
+    ("target", "target"),
+    ("options", "options"),
+    ("files", "source"),
+    ("plan", "plan"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +130,9 @@ def _finished(line: Mapping[str, Any]) -> Finished:
 
 
 def _same_job(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    for key, label in (
-        ("w4pack", "version"),
-        ("target", "target"),
-        ("options", "options"),
-        ("files", "source"),
-    ):
+    for key, label in DECIDES:
         if found.get(key) != wanted[key]:
             raise _differs(label, found.get(key), wanted[key], path)
-    if found.get("plan") != wanted["plan"]:
-        raise _differs("plan", found.get("plan"), wanted["plan"], path)
 
 
 def _differs(label: str, found: Any, wanted: Any, path: Path) -> Refused:

@@ -20,7 +20,6 @@ from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.jobs.codes import CodeMap, CodeReader
 from w4pack.convert.planning.decisions import LayerPlan
 from w4pack.convert.source import orders
-from w4pack.convert.source.detect import Source
 from w4pack.convert.source.layers import SourceLayer
 from w4pack.convert.source.orders import ORDER_SUFFIXES, group_of_act_perm
 
@@ -103,16 +102,10 @@ def column_map(
     return cols
 
 
-def make_job(source: Source, plan: LayerPlan, layout: str | None) -> LayerJob:
-    """Prepare a layer: read its small tensors and work out the output's."""
-    layers = {layer.name: layer for layer in source.layers}
-    return job_of(source.checkpoint, layers, plan, layout)
-
-
 def job_of(
     checkpoint: Checkpoint, layers: Mapping[str, SourceLayer], plan: LayerPlan, layout: str | None
 ) -> LayerJob:
-    """Prepare a layer of ``layers``; see ``make_job``."""
+    """Prepare a layer of ``layers``: read its small tensors and work out the output's."""
     layer = layers[plan.source]
     scheme = layer.scheme
     params = source_params(checkpoint, layer)
@@ -163,8 +156,9 @@ def _regrouped(rows: NDArray[np.int32], out: QuantScheme) -> NDArray[np.int32]:
 
 def _padded_zeros(params: GroupParams, scheme: QuantScheme, layout: str | None) -> NDArray[np.uint8]:
     """Return zero points over the stored extent: what padded codes are set to."""
-    if layout == "marlin":
-        padded: NDArray[np.uint8] = formats.get(layout).pad_params(params, scheme)[1]
+    pad_params = getattr(formats.get(layout), "pad_params", None) if layout is not None else None
+    if pad_params is not None:  # only the artifact pads
+        padded: NDArray[np.uint8] = pad_params(params, scheme)[1]
         return padded
     if params.zeros is not None and not scheme.sym:
         return params.zeros

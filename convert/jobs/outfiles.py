@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from w4pack.convert.jobs.staging import step, write_all, writing
 from w4pack.convert.planning.plan import OutTensor, Plan
 
-HASH_CHUNK = 4 << 20  # bytes read back at a time for hashing: stays in the page cache and in L3
+HASH_CHUNK = 1 << 20  # bytes read back at a time for hashing: hashed while they are in the L2 cache
 
 
 class OutFiles:

@@ -13,7 +13,6 @@ from w4pack.convert.files import tensorfile
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.store import chunks
 from w4pack.convert.jobs import manifest
-from w4pack.convert.jobs.outfiles import digest_range
 from w4pack.convert.jobs.staging import step, write_all, write_file, writing
 from w4pack.convert.planning.plan import Plan, output_config
 
@@ -70,12 +69,3 @@ def write_rest(
         write_file(out / CARD, card.encode())
     write_file(out / manifest.NAME, manifest.dump(manifest_value))
     write_file(out / "config.json", config_bytes(output_config(source_config, plan)))
-
-
-def file_digest(path: Path) -> str:
-    """Return the sha256 of a whole file."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return digest_range(fd, 0, os.fstat(fd).st_size)
-    finally:
-        os.close(fd)

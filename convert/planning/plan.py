@@ -7,7 +7,7 @@ goes to JSON and back, and its digest identifies the job.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from w4pack import __version__
@@ -210,11 +210,12 @@ def _config_changes(source: Source, options: ConvertOptions, sizes: Mapping[str,
     return changes
 
 
-def stored_size(target_layout: str, scheme: QuantScheme) -> tuple[int, int]:
-    """Return (stored in_features, stored out_features): larger than the real ones where a layout pads."""
-    if not TARGETS.get("marlin", None) or target_layout != TARGETS["marlin"].layout:
+def stored_size(layout: str, scheme: QuantScheme) -> tuple[int, int]:
+    """Return (stored in_features, stored out_features): more than the real ones only where a layout pads."""
+    pad = getattr(formats.get(layout), "stored_size", None)
+    if pad is None:
         return scheme.in_features, scheme.out_features
-    return -(-scheme.in_features // 64) * 64, -(-scheme.out_features // 64) * 64
+    return pad(scheme.in_features), pad(scheme.out_features)
 
 
 def _quant_config(
@@ -305,8 +306,3 @@ def planned_facts(source: Source, plan: Plan) -> ModelFacts:
         files=files,
         weight_files=files[1:],
     )
-
-
-def without_hashes(plan: Plan) -> Plan:
-    """Return the plan without source hashes, to compare a strict run with one that is not."""
-    return replace(plan, files=tuple(replace(f, sha256=None) for f in plan.files))

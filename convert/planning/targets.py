@@ -18,7 +18,6 @@ class Target:
     groups        group sizes it takes; None: any that divides in_features
     ragged        a short last group may stay
     order         rows may stay out of natural order (``act_perm``)
-    pads          tensors are padded to the tile
     extra_bias    a bias that the architecture does not have can be kept and is applied
     uniform_sym   symmetry must be the same for: ``fused`` sets, or the whole ``model``
     head          a quantized lm_head can be expressed
@@ -34,7 +33,6 @@ class Target:
     groups: tuple[int, ...] | None = None
     ragged: bool = False
     order: bool = False
-    pads: bool = False
     extra_bias: bool = False
     uniform_sym: str = "fused"
     head: bool = True
@@ -47,9 +45,7 @@ class Target:
 TARGETS: dict[str, Target] = {
     t.name: t
     for t in (
-        Target(
-            "marlin", "marlin", "w4pack", KERNEL_GROUPS, ragged=True, order=True, pads=True, extra_bias=True
-        ),
+        Target("marlin", "marlin", "w4pack", KERNEL_GROUPS, ragged=True, order=True, extra_bias=True),
         Target(
             "marlin-legacy",
             "marlin-legacy",

@@ -57,7 +57,7 @@ def read_source(checkpoint: Checkpoint, options: DetectOptions) -> Source:
     notes = Notes()
     quant_config, quant_file = quant_settings(checkpoint, notes)
     dialect = dialects.find_dialect(quant_config) if quant_config else None
-    claims = dialect.claims(quant_config, checkpoint.config) if dialect and quant_config else None
+    claims = dialect.claims(quant_config) if dialect and quant_config else None
     read = Reading(checkpoint, options, claims, quant_config, notes)
     read.problems.extend(config_problems(claims, options, quant_file))
     if quant_config and dialect is None:

@@ -37,7 +37,6 @@ COMPANIONS: dict[str, str] = {
     "scale_packed": "marlin-24",
     "input_scale": "quantized activations",
 }
-MXFP4_ENDINGS = ("_blocks", "_scales")
 PACKED_3D = "_packed"
 STORED_DTYPES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I32", "I16")
 SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale", "SCB", "absmax", "weight.absmax", "input_scale")

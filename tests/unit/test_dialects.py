@@ -21,7 +21,7 @@ def claims_of(block: Mapping[str, Any]) -> dialects.Claims:
     """Find the dialect of a block and read it."""
     module = dialects.find_dialect(block)
     assert module is not None
-    claims: dialects.Claims = module.claims(block, {})
+    claims: dialects.Claims = module.claims(block)
     return claims
 
 
@@ -481,7 +481,7 @@ JSON = st.recursive(
 def test_nonsense_never_raises(block: dict[str, Any], method: str) -> None:
     dialects.find_dialect(block)
     others.other_method(block)
-    claims = dialects.get(method).claims({**block, "quant_method": method}, {})
+    claims = dialects.get(method).claims({**block, "quant_method": method})
     for name in (DOWN, "lm_head", "", "a" * 300, "model.layers.0.mlp.gate"):
         claims.for_module(name)
     for key, value in (*claims.refusals, *claims.dropped):

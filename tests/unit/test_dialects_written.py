@@ -176,7 +176,7 @@ def test_compressed_tensors_blocks_select_exactly_what_is_quantized(case: Case) 
 @given(case=cases())
 def test_what_is_written_reads_back(case: Case) -> None:
     for module in (gptq, compressed_tensors, w4pack):
-        claims = module.claims(json.loads(json.dumps(module.write(case.target))), {})
+        claims = module.claims(json.loads(json.dumps(module.write(case.target))))
         assert (claims.refusals, claims.dropped, claims.unsupported) == ((), (), None)
         for name, wanted in case.modules.items():
             claim = claims.for_module(name)
@@ -323,8 +323,8 @@ def test_artifact_block() -> None:
         "in_features": 1000, "out_features": 4000, "stored_in": 1024, "stored_out": 4032,
     }  # fmt: skip
     assert w4pack.sizes(block)["a.2.q"] == (1000, 4000, 1024, 4032)
-    assert w4pack.claims(block, {}).refusals == ()
-    assert w4pack.claims(block, {}).for_module("a.10.q") == ModuleClaim(4, 128, True, True)
+    assert w4pack.claims(block).refusals == ()
+    assert w4pack.claims(block).for_module("a.10.q") == ModuleClaim(4, 128, True, True)
 
 
 def changed(block: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -366,7 +366,7 @@ def changed(block: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     ],
 )
 def test_an_artifact_that_is_not_understood(path: str, value: Any, key: str, words: tuple[str, ...]) -> None:
-    ((found, text),) = w4pack.claims(changed(artifact(), path, value), {}).refusals
+    ((found, text),) = w4pack.claims(changed(artifact(), path, value)).refusals
     assert found == key
     assert all(word in text for word in words)
 

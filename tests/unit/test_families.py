@@ -201,15 +201,6 @@ def test_intermediate_size_keys(config: dict[str, Any], kind: families.MlpKind, 
     assert (None if found is None else (found.path, found.value, found.times)) == expected
 
 
-def test_keys_and_values_are_not_cut_further_than_their_heads() -> None:
-    config = {"num_key_value_heads": 2, "num_attention_heads": 8}
-    assert families.tp_slices(config, LAYER + "self_attn.k_proj", 8) == 2
-    assert families.tp_slices(config, LAYER + "self_attn.q_proj", 8) == 8
-    assert families.tp_slices(config, LAYER + "mlp.down_proj", 4) == 4
-    assert families.tp_slices(config, LAYER + "mlp.gate", 4) == 1
-    assert families.tp_slices({}, LAYER + "self_attn.v_proj", 4) == 4
-
-
 def test_biases_that_are_certain_and_that_are_not() -> None:
     qwen = {"architectures": ["Qwen2ForCausalLM"]}
     assert families.has_bias(qwen, LAYER + "self_attn.q_proj") is True
@@ -219,7 +210,6 @@ def test_biases_that_are_certain_and_that_are_not() -> None:
     assert families.has_bias(llama, LAYER + "mlp.down_proj") is True
     assert families.has_bias(llama, LAYER + "self_attn.o_proj") is False
     assert families.has_bias({"architectures": ["UnheardOf"]}, LAYER + "mlp.down_proj") is None
-    assert not families.is_known({"architectures": "LlamaForCausalLM"})
 
 
 # ---- against the classes themselves -------------------------------------------------------------
