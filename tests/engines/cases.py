@@ -167,6 +167,7 @@ VLLM_EDITS: tuple[tuple[str, str, Callable[[dict[str, Any]], None], str], ...] =
         "refuses",
     ),
 )
+CT_TIED = "llmcompressor-w4g64-sym-qwen3"
 HF_EDITS: tuple[tuple[str, str, Callable[[dict[str, Any]], None], str], ...] = (
     ("transformers.method", SYM, put(quant_method="marlin"), "wrong"),
     ("", SYM, put(is_marlin_format=True), "equal"),
@@ -176,6 +177,7 @@ HF_EDITS: tuple[tuple[str, str, Callable[[dict[str, Any]], None], str], ...] = (
     ("transformers.awq-version", AWQ, put(version="marlin"), "refuses"),
     ("transformers.layout", AWQ, put(version="gemv"), "refuses"),
     ("transformers.actorder", CT, weights_put(actorder="group"), "refuses"),
+    ("transformers.tied-head", CT_TIED, put(ignore=[]), "refuses"),
     ("transformers.shape", SYM, put(group_size=64), "refuses"),
     ("transformers.zeros-ignored", ASYM, put(sym=True), "ignored"),
     ("transformers.rotation", SYM, put(rotation="hadamard"), "ignored"),

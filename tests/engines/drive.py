@@ -92,7 +92,7 @@ def judge(case: Case, result: dict[str, Any], truth: dict[str, Any]) -> Outcome:
     """Compare an engine's answer with the decoded model's."""
     if "error" in truth:
         return Outcome(case, "unclear", f"no yardstick: {truth['error']}", None, 0.0)
-    noise = max(distance(truth["logprobs"], truth[t]) for t in ("float16", "bfloat16"))
+    noise = max(distance(truth["logprobs"], truth[t]) for t in dtypes_of(case))
     if "error" in result:
         return Outcome(case, "refuses", result["error"], None, noise)
     gap = distance(result["logprobs"], truth["logprobs"])
@@ -103,6 +103,11 @@ def judge(case: Case, result: dict[str, Any], truth: dict[str, Any]) -> Outcome:
         return Outcome(case, "wrong", f"random weights: {keys}", gap, noise)
     saw = "equal" if gap <= 2 * noise else "wrong" if gap > 4 * noise else "unclear"
     return Outcome(case, saw, keys, gap, noise)
+
+
+def dtypes_of(case: Case) -> tuple[str, ...]:
+    """Return the types an engine may compute in: gptqmodel's CPU kernels may take bfloat16 by themselves."""
+    return (case.dtype or "float16",) if case.engine == "vllm" else ("float16", "bfloat16")
 
 
 def gathered(only: set[str], names: list[str]) -> Iterator[Case]:
@@ -124,6 +129,7 @@ def run_all(found: list[Case]) -> list[Outcome]:
     answers: dict[str, dict[str, Any]] = {}
     for engine in ("hf", "vllm"):
         answers |= serve(engine, [asked(c.id, c.folder, c.dtype) for c in found if c.engine == engine])
+    (WORK / "answers.json").write_text(json.dumps({"truth": yardstick, "answers": answers}))
     lost: dict[str, Any] = {"error": "no answer"}
     return [judge(c, answers.get(c.id, lost), yardstick.get(str(c.truth), lost)) for c in found]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ TITLES = {
     "converted": ("Converted by w4pack, and what `check` said of the result", "-to-"),
     "sources": ("As the tools wrote them, and what `check` says", "-source-"),
 }
+PATHS = re.compile(r"/\S+/")  # of the machine: the file's own name is enough
 ENGINE = {"vllm": "vLLM", "hf": "transformers"}
 
 
@@ -77,6 +79,6 @@ def row(o: Outcome) -> str:
     gap = "" if o.difference is None else f"{o.difference:.4f}"
     seen = o.saw if o.as_expected else f"**{o.saw}**"
     name = o.case.id.removeprefix(f"{o.case.engine}-").removeprefix("source-")
-    detail = o.detail.replace("|", "/").replace("\n", " ")[:110]
+    detail = PATHS.sub("", o.detail.replace("|", "/").replace("\n", " "))[:110]
     rule = f"`{o.case.rule}`" if o.case.rule else ""
     return f"| {name} | {o.case.expect} | {rule} | {seen} | {gap} | {o.noise:.4f} | {detail} |\n"
