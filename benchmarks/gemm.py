@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
 from w4pack.kernels import launch, ops, reference, tiles
 
 SHAPES = (
@@ -107,7 +108,6 @@ class Layer:
             self.packed.append((self.packed[0][0].clone(), scales.clone()))
         self.columns = torch.randperm(n, device="cuda")[:128]
         first = ops.dequantize(*self.packed[0], None, 4, 128, torch.float16)
-        self.oracle = first[self.columns].double() if dense else None
         self.dense = [first] + [first.clone() for _ in range(rotation(2 * n * k) - 1)] if dense else []
 
     def exact_columns(self) -> torch.Tensor:
@@ -148,6 +148,14 @@ def point(layer: Layer, m: int, candidates: list[tiles.Launch | None], repeats: 
         name = "w4pack" if chosen is None else f"{chosen.tile.text}/{chosen.grid}"
         outs[name] = torch.full((m, layer.n), float("nan"), dtype=torch.float16, device="cuda")
         columns.append(Candidate(name, ours(layer, x, outs[name], chosen), len(layer.packed)))
+    if m >= 256:
+        w = outs["dense"] = torch.full((m, layer.n), float("nan"), dtype=torch.float16, device="cuda")
+
+        def dense(i: int) -> None:
+            words, scales = layer.packed[i]
+            torch.mm(x, ops.dequantize(words, scales, None, 4, 128, torch.float16).t(), out=w)
+
+        columns.append(Candidate("dense", dense, len(layer.packed)))
     if layer.dense:
         y = outs["cublas"] = torch.empty((m, layer.n), dtype=torch.float16, device="cuda")
         columns.append(

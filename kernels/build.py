@@ -2,8 +2,8 @@
 
 Runs on a machine with neither GPU nor driver nor toolkit: the compiler is the package ``nvidia-cuda-nvrtc-cu12``
 12.9. Compiled files and a manifest go to ``kernels/cubins``; a file whose sources, options and compiler are
-unchanged is kept. A kernel that spills registers, or whose warpgroup products the assembler serialized, fails
-the build.
+unchanged is kept. A kernel that spills registers, or whose warpgroup products the assembler serialized,
+fails the build.
 
     python -m w4pack.kernels.build [--arch sm_90a ...] [--jobs 2] [--only TEXT] [--tiles FILE]
 """
@@ -29,7 +29,8 @@ SOURCES = HERE / "csrc"
 CUBINS = HERE / "cubins"
 NVRTC_VERSION = (12, 9)
 HINT = "pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'"
-SERIALIZED = "C7510"  # the assembler's note that warpgroup products wait for one another
+ALLOWED_SPILLS = int(os.environ.get("W4PACK_SPILLS", "0"))  # tuning may look at kernels that spill a little
+SERIALIZED = ("C7510", "C7512")  # the assembler's notes that warpgroup products wait for one another
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 
 
@@ -81,7 +82,7 @@ def _dequantize(arch: str, dtype: str, bits: int, zeros: bool) -> Job:
 
 
 def _gemm(arch: str, tile: tiles.Tile, dtype: str, bits: int, zeros: bool) -> Job:
-    shape = (tile.tokens, tile.warps, tile.slots, tile.words, tile.stages)
+    shape = (tile.tokens, tile.warps, tile.slots, tile.words, tile.unit, tile.stages)
     config = ",".join(map(str, (dtype.upper(), bits, int(zeros), *shape)))
     entry = tiles.kernel_name(tile, dtype, bits, zeros)
     defines = (
@@ -114,7 +115,7 @@ class Compiled:
     @property
     def serialized(self) -> bool:
         """Whether the assembler says that warpgroup products wait for one another."""
-        return SERIALIZED in self.log
+        return any(note in self.log for note in SERIALIZED)
 
 
 @cache
@@ -185,19 +186,24 @@ def key_of(job: Job) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def build(wanted: Sequence[Job], workers: int, out: Path = CUBINS) -> list[dict[str, object]]:
-    """Compile what is not there yet; return a manifest row for each file.
-
-    Raises:
-        BuildError: the first file that fails, spills or is serialized.
-    """
+def build(
+    wanted: Sequence[Job], workers: int, out: Path = CUBINS
+) -> tuple[list[dict[str, object]], list[str]]:
+    """Compile what is not there yet; return a manifest row for each file, and what went wrong."""
     known = {row["path"]: row for row in read_manifest(out)}
-    rows: dict[str, dict[str, object]] = {}
+    failures: list[str] = []
+
+    def one(job: Job) -> dict[str, object] | None:
+        try:
+            return _one(job, known.get(job.path), out)
+        except BuildError as error:
+            failures.append(str(error))
+            return None
+
     with ThreadPoolExecutor(workers) as pool:
-        for row in pool.map(lambda job: _one(job, known.get(job.path), out), wanted):
-            rows[str(row["path"])] = row
+        rows = {str(row["path"]): row for row in pool.map(one, wanted) if row is not None}
     kept = [row for path, row in known.items() if path not in rows and (out / str(path)).is_file()]
-    return sorted([*rows.values(), *kept], key=lambda row: str(row["path"]))
+    return sorted([*rows.values(), *kept], key=lambda row: str(row["path"])), failures
 
 
 def _one(job: Job, known: dict[str, object] | None, out: Path) -> dict[str, object]:
@@ -205,10 +211,10 @@ def _one(job: Job, known: dict[str, object] | None, out: Path) -> dict[str, obje
     if known is not None and known["key"] == key and path.is_file():
         return known
     result = compile_job(job)
-    if job.hot and result.spills:
+    if job.hot and result.spills > ALLOWED_SPILLS:
         raise BuildError(f"{job.path} spills {result.spills} bytes of registers")
     if result.serialized:
-        raise BuildError(f"{job.path} has serialized warpgroup products ({SERIALIZED})")
+        raise BuildError(f"{job.path} has serialized warpgroup products")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(result.code)
     digest = hashlib.sha256(result.code).hexdigest()
@@ -260,15 +266,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [job for arch in options.arch for job in jobs(arch, read_tiles(options.tiles))]
     wanted = [job for job in wanted if re.search(options.only, job.entry)]
     try:
-        rows = build(wanted, options.jobs)
+        nvrtc()
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    rows, failures = build(wanted, options.jobs)
     write_manifest(rows)
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
     print(
         f"{len(wanted)} files wanted, {len(rows)} present, {sum(int(str(r['bytes'])) for r in rows) / 1e6:.1f} MB"
     )
-    return 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

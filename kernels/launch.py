@@ -171,7 +171,7 @@ def _allow_shared(kernel: Any, shared: int, index: int) -> None:
 def _make_workspace(card: Device) -> Workspace:
     import torch
 
-    sums, flags = tiles.workspace_bytes(table_arch(card.arch), card.multiprocessors)
+    sums, flags = tiles.workspace_bytes(card.multiprocessors)
     where = torch.device("cuda", card.index)
     made = Workspace(
         torch.empty(sums // 4, dtype=torch.float32, device=where),

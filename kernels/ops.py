@@ -67,7 +67,7 @@ def _gemm_cuda(
 ) -> "Tensor":
     k, n = _check_gemm(x, weight, scales, zeros, bias, bits, group_size)
     out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
-    run_gemm(x, weight, scales, zeros, bias, bits, group_size, out, k, n)
+    _product(x, weight, scales, zeros, bias, bits, group_size, out, k, n)
     return out
 
 
@@ -83,7 +83,31 @@ def _gemm_out_cuda(
 ) -> None:
     k, n = _check_gemm(x, weight, scales, zeros, bias, bits, group_size)
     checks.output(out, x, n)
-    run_gemm(x, weight, scales, zeros, bias, bits, group_size, out, k, n)
+    _product(x, weight, scales, zeros, bias, bits, group_size, out, k, n)
+
+
+def _product(
+    x: "Tensor",
+    weight: "Tensor",
+    scales: "Tensor",
+    zeros: "Tensor | None",
+    bias: "Tensor | None",
+    bits: int,
+    group_size: int,
+    out: "Tensor",
+    k: int,
+    n: int,
+) -> None:
+    """Run the kernel, or for many rows dequantize once and let the library multiply: the table says from where."""
+    card = launch.device(x.get_device())
+    if x.shape[0] < tiles.dense_from(launch.table_arch(card.arch)):
+        run_gemm(x, weight, scales, zeros, bias, bits, group_size, out, k, n)
+        return
+    dense = _dequantize_cuda(weight, scales, zeros, bits, group_size, x.dtype).t()
+    if bias is None:
+        torch.mm(x, dense, out=out)
+    else:
+        torch.addmm(bias, x, dense, out=out)
 
 
 def run_gemm(

@@ -1,8 +1,8 @@
 """Which kernel runs a product: a pure function of architecture, multiprocessors, M, N, K and scheme.
 
-A ``Tile`` is one shape of the W4A16 kernels (``csrc/tile.cuh`` has the same arithmetic, and the build checks that
-both agree on the bytes of shared memory). ``tiles/<arch>.json`` lists, per code width, tiles by the largest M they
-serve, with exceptions for single (N, K); each file says on which card, driver, date and commit it was measured.
+A ``Tile`` is one shape of the W4A16 kernels (``csrc/tile.cuh`` has the same arithmetic, and the build checks
+that both agree on the bytes of shared memory). ``tiles/<arch>.json`` lists tiles per code width, by the
+largest M and N they serve, with exceptions for single (N, K); each says on which card and when it was measured.
 """
 
 import json
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-UNIT_K = 64
-UNIT_TILES = 4
+CHUNK_N = 64
+EVEN_SHARE = 0.8  # of the card's blocks, for a grid that cuts all tiles alike
 ARCHES = ("sm_80", "sm_90a", "sm_100", "sm_120")
 PTX_ARCH = "compute_80"
 LEAST_CAPABILITY = (8, 0)
 DTYPES = ("fp16", "bf16")
 GROUP_SIZES = (-1, 32, 64, 128)
+SUMS_PER_MULTIPROCESSOR = 128 * 1024
+BLOCKS_PER_MULTIPROCESSOR = 8
 ONE_GROUP = 31  # a shift that sends every row of K to group 0
 TABLES = Path(__file__).resolve().parent / "tiles"
 
@@ -26,11 +28,12 @@ TABLES = Path(__file__).resolve().parent / "tiles"
 class Tile:
     """One shape of the kernel; the fields are the template's parameters, ``blocks`` is per multiprocessor."""
 
-    engine: str  # "mma" or "wgmma"
+    engine: str  # "mma": any card; "wgmma": sm_90a
     tokens: int
     warps: int
     slots: int
     words: int
+    unit: int
     stages: int
     blocks: int
 
@@ -52,8 +55,10 @@ class Tile:
     def stage_bytes(self, bits: int, zeros: bool) -> int:
         """Bytes of one stage of one slot, rounded up to 1024."""
         chunks = self.columns // 64
-        weight = chunks * UNIT_TILES * 512 * (bits // 4)
-        total = self.tokens * 128 + weight + 2 * chunks * 128 + (2 * chunks * 8 * bits if zeros else 0)
+        weight = chunks * self.unit // 16 * 512 * (bits // 4)
+        checks = self.unit // 32  # groups may change every 32 rows
+        columns = 128 + (8 * bits if zeros else 0)  # bytes of scales and zeros of a chunk
+        total = self.tokens * 2 * self.unit + weight + checks * chunks * columns
         return -(-total // 1024) * 1024
 
     def shared_bytes(self, bits: int, zeros: bool) -> int:
@@ -62,11 +67,17 @@ class Tile:
         return ring + (self.slots - 1) * self.partial_bytes
 
     @property
+    def fits_workspace(self) -> bool:
+        """Whether all resident blocks can hand over what they have."""
+        return (
+            self.partial_bytes * self.blocks <= SUMS_PER_MULTIPROCESSOR
+            and self.blocks <= BLOCKS_PER_MULTIPROCESSOR
+        )
+
+    @property
     def text(self) -> str:
         """The part of a kernel's name that says its shape."""
-        return (
-            f"{self.engine}_t{self.tokens}w{self.warps}s{self.slots}x{self.words}p{self.stages}b{self.blocks}"
-        )
+        return f"{self.engine}_t{self.tokens}w{self.warps}s{self.slots}x{self.words}k{self.unit}p{self.stages}b{self.blocks}"
 
 
 def kernel_name(tile: Tile, dtype: str, bits: int, zeros: bool) -> str:
@@ -94,53 +105,83 @@ def _tile(fields: list[object]) -> Tile:
     return Tile(str(engine), *(int(str(n)) for n in numbers))
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table: up to which M and how many chunks of 64 columns (0: any) it holds, and what then."""
+
+    most_m: int
+    most_chunks: int
+    tile: Tile
+    splits: int = 0  # blocks per tile of the output; 0: see ``grid``; -1: all that fit
+
+    def fits(self, m: int, n: int, k: int) -> bool:
+        """Whether the line serves a product."""
+        wide = self.most_chunks != 0 and n // CHUNK_N > self.most_chunks
+        return not wide and (self.most_m == 0 or m <= self.most_m) and k % self.tile.unit == 0
+
+
 @cache
-def _classes(arch: str, bits: int) -> tuple[tuple[int, Tile], ...]:
+def _classes(arch: str, bits: int) -> tuple[Row, ...]:
     rows = table(arch)["classes"][str(bits)]  # type: ignore[index]
-    return tuple((int(limit), _tile(fields)) for limit, fields in rows)
+    return tuple(Row(int(m), int(chunks), _tile(fields)) for m, chunks, fields in rows)
 
 
 @cache
-def _exceptions(arch: str, bits: int) -> dict[tuple[int, int], tuple[tuple[int, Tile], ...]]:
-    rows = table(arch).get("exceptions", {}).get(str(bits), {})  # type: ignore[attr-defined]
+def _exceptions(arch: str, bits: int) -> dict[tuple[int, int], tuple[Row, ...]]:
+    shapes = table(arch).get("exceptions", {}).get(str(bits), {})  # type: ignore[attr-defined]
     out = {}
-    for key, entries in rows.items():
+    for key, rows in shapes.items():
         n, k = key.split("x")
-        out[int(n), int(k)] = tuple((int(limit), _tile(fields)) for limit, fields in entries)
+        out[int(n), int(k)] = tuple(Row(int(m), 0, _tile(fields), int(splits)) for m, fields, splits in rows)
     return out
 
 
 def choose(arch: str, multiprocessors: int, m: int, n: int, k: int, bits: int) -> Launch:
-    """Return the tile and grid for a product; the same for every dtype, group size and kind of zero."""
-    tile = _first(_exceptions(arch, bits).get((n, k), ()), m) or _first(_classes(arch, bits), m)
-    assert tile is not None  # the last class of every table has no limit
-    return Launch(tile, grid(tile, multiprocessors, m, n, k))
+    """Return the tile and grid for a product; the same for every dtype, group size and kind of zero.
 
-
-def _first(rows: tuple[tuple[int, Tile], ...], m: int) -> Tile | None:
-    return next((tile for limit, tile in rows if m <= limit or limit == 0), None)
-
-
-def grid(tile: Tile, multiprocessors: int, m: int, n: int, k: int) -> int:
-    """Return the blocks to start: all that fit at once, but no block without a unit for each slot.
-
-    Every block must be resident or finish without the others, so never more than fit (``csrc/scheduler.cuh``).
+    The last lines of every table have no limit and a unit of 64, so that every product finds one.
     """
-    units = -(-m // tile.tokens) * -(-n // tile.columns) * (k // UNIT_K)
-    return max(1, min(multiprocessors * tile.blocks, units // tile.slots))
+    rows = (*_exceptions(arch, bits).get((n, k), ()), *_classes(arch, bits))
+    row = next(row for row in rows if row.fits(m, n, k))
+    return Launch(row.tile, grid(row.tile, multiprocessors, m, n, k, row.splits))
+
+
+def column_tiles(tile: Tile, m: int, n: int) -> int:
+    """Return the output tiles of a product, over columns and tokens."""
+    return -(-m // tile.tokens) * -(-n // tile.columns)
+
+
+def grid(tile: Tile, multiprocessors: int, m: int, n: int, k: int, splits: int = 0) -> int:
+    """Return the blocks to start, at most as many as fit at once (``csrc/scheduler.cuh`` needs them resident).
+
+    Cutting every tile alike spares the exchange of uneven ends: done where it still uses most of the card.
+    No block is without a unit for each slot.
+    """
+    room, count = multiprocessors * tile.blocks, column_tiles(tile, m, n)
+    even = room // count * count
+    blocks = even if splits == 0 and even >= EVEN_SHARE * room else room
+    if splits > 0:
+        blocks = min(room, splits * count)
+    return max(1, min(blocks, count * (k // tile.unit) // tile.slots))
+
+
+def dense_from(arch: str) -> int:
+    """Return the M from which dequantizing the weight and a library's GEMM are faster than the kernel."""
+    return int(str(table(arch)["dense_from"]))
 
 
 def all_tiles(arch: str, bits: int) -> Iterator[Tile]:
     """Yield every tile that a table can choose, each once."""
     rows = [*_classes(arch, bits), *(row for rows in _exceptions(arch, bits).values() for row in rows)]
-    yield from dict.fromkeys(tile for _, tile in rows)
+    yield from dict.fromkeys(row.tile for row in rows)
 
 
-def workspace_bytes(arch: str, multiprocessors: int) -> tuple[int, int]:
-    """Return (bytes of sums, flags) that serve every kernel of an architecture."""
-    tiles = [tile for bits in (4, 8) for tile in all_tiles(arch, bits)]
-    sums = max(tile.partial_bytes * tile.blocks * multiprocessors for tile in tiles)
-    return sums, max(tile.blocks for tile in tiles) * multiprocessors
+def workspace_bytes(multiprocessors: int) -> tuple[int, int]:
+    """Return (bytes of sums, flags) that serve every kernel: one partial tile and one flag for each block.
+
+    A multiprocessor's registers hold at most 128 KiB of sums that could be handed over, in at most eight blocks.
+    """
+    return SUMS_PER_MULTIPROCESSOR * multiprocessors, BLOCKS_PER_MULTIPROCESSOR * multiprocessors
 
 
 def arch_of(capability: tuple[int, int]) -> str | None:

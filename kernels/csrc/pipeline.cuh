@@ -6,90 +6,113 @@
 #pragma once
 #include "scheduler.cuh"
 
-// The units of one slot in the order it uses them: every SLOTS-th of each segment.
-template <class T> struct UnitCursor {
-  Run run;
-  Segment segment;
-  int slot, unit;
+// One thread's share of the copies of a unit. What depends on the tile is worked out when the tile changes; from unit
+// to unit only pointers move.
+template <class T> struct Loader {
+  static constexpr int ROW_VECTORS = T::CHUNKS * T::CHUNK_BYTES / 16;  // 16-byte vectors of one k-tile
+  static constexpr int COPIES = T::W_BYTES / 16 / T::SLOT_THREADS;
+  static constexpr int PER_ROW = ROW_VECTORS > T::SLOT_THREADS ? ROW_VECTORS / T::SLOT_THREADS : 1;
+  static constexpr int ROWS_AT_ONCE = ROW_VECTORS > T::SLOT_THREADS ? 1 : T::SLOT_THREADS / ROW_VECTORS;
+  static constexpr int TOKENS_AT_ONCE = T::SLOT_THREADS / 8;  // a token's 128 bytes are eight pieces
+  static constexpr int X_COPIES = (T::TOKENS + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE;
+  static_assert(T::W_BYTES % (16 * T::SLOT_THREADS) == 0, "every thread copies as many vectors of the weight");
+  static_assert(ROW_VECTORS % T::SLOT_THREADS == 0 || T::SLOT_THREADS % ROW_VECTORS == 0, "rows in whole steps");
 
-  DEVICE UnitCursor(const Run &whole, int slot_) : run(whole), slot(slot_) {
-    segment.tile = 0;
-    segment.begin = segment.end = 0;
-    unit = 0;
-    skip_empty();
-  }
-  DEVICE bool valid() const { return unit < segment.end; }
-  DEVICE void advance() {
-    unit += T::SLOTS;
-    skip_empty();
-  }
-  DEVICE void skip_empty() {
-    while (unit >= segment.end && run.more()) {
-      segment = run.take();
-      unit = segment.begin + slot;
+  const Problem &p;
+  const int thread;
+  const u8 *x;
+  u32 w[PER_ROW], scales, zeros;  // offsets: a weight has less than 4 GiB
+  int token_limit;  // tokens of this tile from this thread's first on
+
+  DEVICE Loader(const Problem &problem, int thread_) : p(problem), thread(thread_) {}
+  DEVICE int chunks() const { return p.n / CHUNK_N; }
+  DEVICE u32 row_bytes() const { return chunks() * T::CHUNK_BYTES; }  // of the packed weight
+  DEVICE u32 group_bytes() const { return chunks() * 128; }           // of a row of scales
+
+  // Goes to a unit of a tile. The last tile may reach past N: its chunks are then the last one, read but not used.
+  DEVICE void seek(int tile, int unit) {
+    const int token_blocks = Grid<T>::token_blocks(p);
+    const int chunk0 = tile / token_blocks * T::CHUNKS, token0 = tile % token_blocks * T::TOKENS;
+#pragma unroll
+    for (int i = 0; i < PER_ROW; i++) {
+      const int at = (i * T::SLOT_THREADS + thread % ROW_VECTORS) * 16;
+      const int chunk = min(chunk0 + at / T::CHUNK_BYTES, chunks() - 1);
+      w[i] = (unit * T::UNIT_TILES + thread / ROW_VECTORS) * row_bytes() + chunk * T::CHUNK_BYTES + at % T::CHUNK_BYTES;
     }
+    const int scale_at = thread * 16 % T::SCALE_ROW_BYTES;
+    scales = min(chunk0 + scale_at / 128, chunks() - 1) * 128 + scale_at % 128;
+    const int zero_at = thread * 16 % T::ZERO_ROW_BYTES;
+    zeros = min(chunk0 + zero_at / (8 * T::BITS), chunks() - 1) * (8 * T::BITS) + zero_at % (8 * T::BITS);
+    token_limit = p.m - token0 - thread / 8;
+    x = p.x + (static_cast<u64>(token0 + thread / 8) * p.ldx + unit * T::UNIT_K + thread % 8 * 8) * 2;
+  }
+
+  // Goes to this slot's next unit of the same tile.
+  DEVICE void step() {
+#pragma unroll
+    for (int i = 0; i < PER_ROW; i++) w[i] += T::SLOTS * T::UNIT_TILES * row_bytes();
+    x += T::SLOTS * T::UNIT_K * 2;
+  }
+
+  DEVICE void weights(u32 stage, int unit) const {
+#pragma unroll
+    for (int i = 0; i < COPIES; i++)
+      ptx::copy_async_16(stage + T::W_AT + (i * T::SLOT_THREADS + thread) * 16,
+                         p.weight + (w[i % PER_ROW] + i / PER_ROW * ROWS_AT_ONCE * row_bytes()));
+    const int first = (unit * T::UNIT_K) >> p.group_shift, rows = max(1, T::UNIT_K >> p.group_shift);
+    static_assert(T::CHECKS * T::SCALE_ROW_BYTES <= 16 * T::SLOT_THREADS, "one copy a thread");
+    if (thread * 16 < rows * T::SCALE_ROW_BYTES) {
+      const int group = first + thread * 16 / T::SCALE_ROW_BYTES;
+      ptx::copy_async_16(stage + T::SCALES_AT + thread * 16, p.scales + (scales + group * group_bytes()));
+    }
+    if constexpr (T::ZEROS) {
+      if (thread * 16 < rows * T::ZERO_ROW_BYTES) {
+        const int group = first + thread * 16 / T::ZERO_ROW_BYTES;
+        ptx::copy_async_16(stage + T::ZEROS_AT + thread * 16, p.zeros + (zeros + group * (group_bytes() / 16 * T::BITS)));
+      }
+    }
+  }
+
+  // Activations of a unit: for each 64 rows of K a row of 128 bytes a token, its eight 16-byte pieces XOR-ed with token % 8, so that
+  // ldmatrix meets no bank twice and wgmma finds its 128-byte swizzle. Rows past M are zeros, and are not read.
+  DEVICE void activations(u32 stage) const {
+    const u64 step_bytes = static_cast<u64>(TOKENS_AT_ONCE) * 2 * p.ldx;
+#pragma unroll
+    for (int half = 0; half < T::HALVES; half++)
+#pragma unroll
+      for (int i = 0; i < X_COPIES; i++) {
+        const int token = i * TOKENS_AT_ONCE + thread / 8;
+        if (T::TOKENS % TOKENS_AT_ONCE == 0 || token < T::TOKENS)
+          ptx::copy_async_16_or_zero(
+              stage + (half * T::TOKENS + token) * X_ROW_BYTES + ((thread % 8 ^ (token & 7)) * 16),
+              x + i * step_bytes + half * X_ROW_BYTES, i * TOKENS_AT_ONCE < token_limit ? 16 : 0);
+      }
   }
 };
 
-template <class T> struct Loader {
-  const Problem &p;
-  const int thread;      // within the slot
-  const int chunks;      // of the whole matrix
-  const int token_blocks;
+// The units of one slot in the order it uses them, every SLOTS-th of each segment, and the loader that follows them.
+template <class T> struct Feed {
+  Run<T> run;
+  Loader<T> loader;
+  int unit, end;
+  const int slot;
 
-  DEVICE Loader(const Problem &problem, int thread_, int token_blocks_)
-      : p(problem), thread(thread_), chunks(problem.n / CHUNK_N), token_blocks(token_blocks_) {}
-
-  // Weights, scales and zeros of a unit. The last tile may reach past N: its chunks are read again, not used.
-  DEVICE void weights(u32 stage, int tile, int unit) const {
-    constexpr int ROW_VECTORS = T::CHUNKS * T::CHUNK_BYTES / 16;
-    const int chunk0 = tile / token_blocks * T::CHUNKS;
-    const u64 row_bytes = static_cast<u64>(chunks) * T::CHUNK_BYTES;
-#pragma unroll
-    for (int i = 0; i < T::W_BYTES / 16 / T::SLOT_THREADS; i++) {
-      const int vector = i * T::SLOT_THREADS + thread;
-      const int row = vector / ROW_VECTORS, in_row = vector % ROW_VECTORS;
-      const int chunk = min(chunk0 + in_row * 16 / T::CHUNK_BYTES, chunks - 1);
-      const u64 from = (unit * UNIT_TILES + row) * row_bytes + static_cast<u64>(chunk) * T::CHUNK_BYTES +
-                       in_row * 16 % T::CHUNK_BYTES;
-      ptx::copy_async_16(stage + T::W_AT + vector * 16, p.weight + from);
-    }
-    const int first_group = (unit * UNIT_K) >> p.group_shift;
-    const int rows = p.group_shift == 5 ? 2 : 1;
-    rows_of<T::SCALE_ROW_BYTES, 128>(stage + T::SCALES_AT, p.scales, first_group, rows, chunk0);
-    if constexpr (T::ZEROS) {
-      rows_of<T::ZERO_ROW_BYTES, 8 * T::BITS>(stage + T::ZEROS_AT, p.zeros, first_group, rows, chunk0);
-    }
+  DEVICE Feed(const Problem &p, int slot_, int thread) : run(p), loader(p, thread), unit(0), end(0), slot(slot_) {
+    seek();
   }
-
-  // `rows` rows of a per-group array from `first` on, PER_CHUNK bytes for each chunk.
-  template <int ROW_BYTES, int PER_CHUNK>
-  DEVICE void rows_of(u32 to, const u8 *from, int first, int rows, int chunk0) const {
-    constexpr int ROW_VECTORS = ROW_BYTES / 16;
-    static_assert(2 * ROW_VECTORS <= T::SLOT_THREADS, "one copy a thread");
-    if (thread < rows * ROW_VECTORS) {
-      const int row = thread / ROW_VECTORS, in_row = thread % ROW_VECTORS;
-      const int chunk = min(chunk0 + in_row * 16 / PER_CHUNK, chunks - 1);
-      const u64 at = (static_cast<u64>(first + row) * chunks + chunk) * PER_CHUNK + in_row * 16 % PER_CHUNK;
-      ptx::copy_async_16(to + thread * 16, from + at);
-    }
+  DEVICE bool valid() const { return unit < end; }
+  DEVICE void advance() {
+    unit += T::SLOTS;
+    if (unit < end)
+      loader.step();
+    else
+      seek();
   }
-
-  // Activations of a unit: a row of 128 bytes a token, its eight 16-byte pieces XOR-ed with token % 8, so that
-  // ldmatrix meets no bank twice and wgmma finds its 128-byte swizzle. Rows past M are zeros.
-  DEVICE void activations(u32 stage, int tile, int unit) const {
-    const int token0 = tile % token_blocks * T::TOKENS;
-    constexpr int PIECES = T::TOKENS * 8;
-#pragma unroll
-    for (int i = 0; i < (PIECES + T::SLOT_THREADS - 1) / T::SLOT_THREADS; i++) {
-      const int piece = i * T::SLOT_THREADS + thread;
-      if (PIECES % T::SLOT_THREADS == 0 || piece < PIECES) {
-        const int token = piece / 8, at = piece % 8;
-        const bool inside = token0 + token < p.m;
-        const u64 from = (static_cast<u64>(inside ? token0 + token : 0) * p.ldx + unit * UNIT_K + at * 8) * 2;
-        ptx::copy_async_16_or_zero(stage + token * X_ROW_BYTES + ((at ^ (token & 7)) * 16), p.x + from,
-                                   inside ? 16 : 0);
-      }
+  DEVICE void seek() {
+    while (unit >= end && run.more()) {
+      const Segment segment = run.take(loader.p);
+      unit = segment.begin + slot, end = segment.end;
+      if (unit < end) loader.seek(segment.tile, unit);
     }
   }
 };

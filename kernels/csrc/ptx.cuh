@@ -111,6 +111,12 @@ DEVICE void store_release(u32 *flag, u32 v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(v) : "memory");
 }
 
+// A value the compiler knows nothing about: what is computed from it is not kept in registers across a loop.
+DEVICE u32 opaque(u32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // (a & b) | c in one instruction: 0xEA is that function's truth table.
 template <u32 MASK, u32 SET> DEVICE u32 and_or(u32 a) {
   u32 out;

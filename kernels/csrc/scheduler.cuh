@@ -12,27 +12,33 @@ struct Segment {
   int begin, end;  // units of K
 };
 
-struct Run {
-  u32 next, end;  // units, counted over all tiles
-  int units;      // units of one tile: K / 64
-
-  DEVICE Run(u32 block, u32 blocks, u32 total, int units_of_tile) : units(units_of_tile) {
-    next = static_cast<u32>(static_cast<u64>(total) * block / blocks);
-    end = static_cast<u32>(static_cast<u64>(total) * (block + 1) / blocks);
+// The shape as the scheduler sees it. Cheap to work out again, so nothing of it stays in a register.
+template <class T> struct Grid {
+  DEVICE static int token_blocks(const Problem &p) { return (p.m + T::TOKENS - 1) / T::TOKENS; }
+  DEVICE static int units(const Problem &p) { return p.k / T::UNIT_K; }
+  DEVICE static u32 total(const Problem &p) {
+    const u32 column_tiles = (p.n + T::TILE_N - 1) / T::TILE_N;
+    return column_tiles * token_blocks(p) * units(p);
   }
+  // The first unit of a block, counted over all tiles: the first blocks take one more where it does not divide.
+  DEVICE static u32 begin(const Problem &p, u32 block) {
+    const u32 each = total(p) / gridDim.x, more = total(p) % gridDim.x;
+    return block * each + min(block, more);
+  }
+};
+
+template <class T> struct Run {
+  u32 next, end;
+
+  DEVICE explicit Run(const Problem &p) : next(Grid<T>::begin(p, blockIdx.x)), end(Grid<T>::begin(p, blockIdx.x + 1)) {}
   DEVICE bool more() const { return next < end; }
-  DEVICE Segment take() {
+  DEVICE Segment take(const Problem &p) {
+    const u32 units = Grid<T>::units(p);
     Segment s;
     s.tile = static_cast<int>(next / units);
     s.begin = static_cast<int>(next % units);
-    const u32 left = end - next;
-    s.end = static_cast<u32>(units - s.begin) < left ? units : s.begin + static_cast<int>(left);
+    s.end = static_cast<int>(min(units, s.begin + (end - next)));
     next += static_cast<u32>(s.end - s.begin);
     return s;
   }
 };
-
-// The first unit of block `block`: what another block's run begins with.
-DEVICE u32 run_begin(u32 block, u32 blocks, u32 total) {
-  return static_cast<u32>(static_cast<u64>(total) * block / blocks);
-}

@@ -1,6 +1,6 @@
 // Who holds what: the shape of one block's work, and where its bytes lie in shared memory.
 //
-//   block   = SLOTS slots; a slot takes every SLOTS-th unit (64 rows of K) of the block's range of work
+//   block   = SLOTS slots; a slot takes every SLOTS-th unit (64 or 128 rows of K) of the block's range of work
 //   slot    = WARPS warps side by side along N, sharing one tile of activations
 //   warp    = WORDS tiles of 16 columns (WORDS = 4: a whole chunk of 64 columns, 2: half of one)
 //   lane    = g8 = lane / 4 (column g8 and g8 + 8 of each 16), t = lane % 4 (tokens 2t, 2t + 1 of each 8)
@@ -10,10 +10,9 @@
 #pragma once
 #include "dequant.cuh"
 
-constexpr int UNIT_K = 64;         // rows of K in one stage of one slot
-constexpr int UNIT_TILES = 4;      // tiles of 16 rows in a unit
 constexpr int CHUNK_N = 64;        // columns of one run of the packed row
-constexpr int X_ROW_BYTES = 128;   // one token's 64 activations of a unit
+constexpr int X_ROW_BYTES = 128;   // one token's activations of 64 rows of K
+constexpr int SMALLEST_GROUP_SHIFT = 5;  // groups of 32
 
 template <int ACT_,         // FP16 or BF16: activations and output
           int BITS_,        // 4 or 8
@@ -22,11 +21,13 @@ template <int ACT_,         // FP16 or BF16: activations and output
           int WARPS_,       // warps of a slot
           int SLOTS_,       // slots of a block
           int WORDS_,       // 4, 2 or 1
+          int UNIT_K_,      // rows of K in a unit: 64, or 128 where K is a multiple of it
           int STAGES_,      // units in flight per slot, the one in use included
           int WGMMA_>       // 1: sm_90a's warpgroup product, 0: mma.sync
 struct Tile {
   static constexpr int ACT = ACT_, BITS = BITS_, TOKENS = TOKENS_, WARPS = WARPS_, SLOTS = SLOTS_;
-  static constexpr int WORDS = WORDS_, STAGES = STAGES_;
+  static constexpr int WORDS = WORDS_, UNIT_K = UNIT_K_, STAGES = STAGES_;
+  static constexpr int UNIT_TILES = UNIT_K / 16, HALVES = UNIT_K / 64, CHECKS = UNIT_K / 32;
   static constexpr bool ZEROS = ZEROS_ != 0, WGMMA = WGMMA_ != 0;
 
   static constexpr int TOKEN_TILES = TOKENS / 8;
@@ -42,11 +43,11 @@ struct Tile {
   // wgmma goes on reading a stage's activations during the next unit: such a stage is refilled one unit later.
   static constexpr int AHEAD = STAGES - 1 - (WGMMA ? 1 : 0);
 
-  static constexpr int X_BYTES = TOKENS * X_ROW_BYTES;
+  static constexpr int X_BYTES = TOKENS * X_ROW_BYTES * HALVES;
   static constexpr int W_BYTES = CHUNKS * UNIT_TILES * CHUNK_BYTES;
   static constexpr int SCALE_ROW_BYTES = CHUNKS * 128, ZERO_ROW_BYTES = CHUNKS * 8 * BITS;
-  static constexpr int W_AT = X_BYTES, SCALES_AT = W_AT + W_BYTES, ZEROS_AT = SCALES_AT + 2 * SCALE_ROW_BYTES;
-  static constexpr int STAGE_BYTES = (ZEROS_AT + (ZEROS ? 2 * ZERO_ROW_BYTES : 0) + 1023) / 1024 * 1024;
+  static constexpr int W_AT = X_BYTES, SCALES_AT = W_AT + W_BYTES, ZEROS_AT = SCALES_AT + CHECKS * SCALE_ROW_BYTES;
+  static constexpr int STAGE_BYTES = (ZEROS_AT + (ZEROS ? CHECKS * ZERO_ROW_BYTES : 0) + 1023) / 1024 * 1024;
   static constexpr int RING_BYTES = SLOTS * STAGES * STAGE_BYTES;
   static constexpr int SUM_BYTES = (SLOTS - 1) * TILE_N * TOKENS * 4;
   static constexpr int SHARED_BYTES = RING_BYTES + SUM_BYTES;
@@ -57,7 +58,8 @@ struct Tile {
   static_assert(TOKENS % 8 == 0 && TOKENS >= 8, "tokens come in eights");
   static_assert(WORDS == 4 || WORDS == 2 || WORDS == 1, "a warp takes a chunk, half or a quarter of one");
   static_assert(TILE_N % CHUNK_N == 0, "a block takes whole chunks");
-  static_assert(PAIRS % SLOTS == 0, "the slots share out the accumulator pairs");
+  static_assert(PAIRS >= SLOTS, "the slots share out the accumulator pairs");
+  static_assert(UNIT_K == 64 || UNIT_K == 128, "a unit is 64 or 128 rows");
   static_assert(AHEAD >= 1, "one unit in use, one on its way");
   static_assert(!WGMMA || WARPS % 4 == 0, "wgmma is issued by four warps");
 };
@@ -75,4 +77,9 @@ struct Problem {
   int m, n, k, ldx, ldy;
   int group_shift;         // log2 of the group size; 31 where one group spans K
   bool scales_bf16;
+
+  // Groups may change every 32 rows: whether those from `check` * 32 of a unit on belong to another group than those
+  // before, and in which row of the stage's scales they are found.
+  DEVICE bool new_group(int check) const { return (check & ((1u << (group_shift - SMALLEST_GROUP_SHIFT)) - 1)) == 0; }
+  DEVICE int group_row(int check) const { return check >> (group_shift - SMALLEST_GROUP_SHIFT); }
 };

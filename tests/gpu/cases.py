@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+
 from w4pack.kernels import reference
 
 

@@ -1,6 +1,7 @@
 """A few products of every tile, small enough for compute-sanitizer (``run_all.sh sanitizer``)."""
 
 import torch
+
 from w4pack.kernels import launch, ops, reference, tiles
 
 

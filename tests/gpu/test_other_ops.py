@@ -56,6 +56,7 @@ def test_repack_equals_the_reference(bits: int) -> None:
 @pytest.mark.shared
 def test_repack_equals_the_engines(shared: Path) -> None:
     from safetensors.torch import load_file
+
     from w4pack.kernels import ops
 
     golden = load_file(shared / "fixtures" / "golden" / "repack.safetensors")

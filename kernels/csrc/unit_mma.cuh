@@ -1,0 +1,101 @@
+// The product of one unit on mma.sync: four k-tiles of a warp's columns by all tokens of the block.
+#pragma once
+#include "epilogue.cuh"
+#include "weights.cuh"
+
+template <class T> struct MmaUnit {
+  const Problem &p;
+  const Lane<T> lane;
+  const u32 x_row, x_row_bits;  // this lane's row address for ldmatrix, and its swizzle
+
+  DEVICE MmaUnit(const Problem &problem, int warp, int lane_)
+      : p(problem), lane(warp, lane_), x_row((lane_ % 8) * X_ROW_BYTES), x_row_bits(lane_ % 8) {}
+
+  DEVICE void finish(Sums<T> &) const {}
+
+  // B operands of k-tiles 2 check and 2 check + 1, all tokens.
+  DEVICE void tokens(u32 (&b)[T::TOKEN_TILES][4], u32 stage, int check) const {
+    const u32 piece = (4 * (check % 2) + lane.lane / 8) ^ x_row_bits;
+    const u32 half = stage + check / 2 * T::TOKENS * X_ROW_BYTES;
+#pragma unroll
+    for (int tile = 0; tile < T::TOKEN_TILES; tile++)
+      ptx::load_matrix_x4(b[tile], half + tile * 8 * X_ROW_BYTES + x_row + piece * 16);
+  }
+
+  // 32 rows, two k-tiles: never more than one group. FRESH starts the sums at zero.
+  template <bool FRESH>
+  DEVICE void rows_32(Sums<T> &sums, u32 stage, int check, const Zero<T::ACT, T::BITS> (&z)[T::WORDS][2],
+                      const u32 (&scale)[T::WORDS][2]) const {
+    constexpr float NOTHING[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    u32 b[T::TOKEN_TILES][4];
+    tokens(b, stage, check);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      u32 w[T::WORDS * T::VECTORS];
+      lane.words(w, stage, 2 * check + i);
+#pragma unroll
+      for (int j = 0; j < T::WORDS; j++) {
+        u32 a[4];
+        operand<T>(a, w + j * T::VECTORS, z[j], scale[j]);
+#pragma unroll
+        for (int tile = 0; tile < T::TOKEN_TILES; tile++) {
+          float(&d)[4] = sums[j][tile];
+          if (FRESH && i == 0)
+            Number<T::ACT>::product(d, a, b[tile][0], b[tile][1], NOTHING);
+          else
+            Number<T::ACT>::product(d, a, b[tile][2 * i], b[tile][2 * i + 1], d);
+        }
+      }
+    }
+  }
+
+  // The scales are read late: held through the products they would cost four registers.
+  DEVICE void add_scaled(Sums<T> &sums, Sums<T> &part, u32 stage, int row) const {
+    u32 s[T::WORDS];
+    float f[T::WORDS][2];
+    lane.scales(s, stage, row);
+    scales_as_float<T>(f, s, p.scales_bf16);
+#pragma unroll
+    for (int j = 0; j < T::WORDS; j++)
+#pragma unroll
+      for (int tile = 0; tile < T::TOKEN_TILES; tile++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          sums[j][tile][i] += f[j][i / 2] * part[j][tile][i];
+          part[j][tile][i] = 0.0f;
+        }
+  }
+
+  DEVICE void columns(u32 (&scale)[T::WORDS][2], Zero<T::ACT, T::BITS> (&z)[T::WORDS][2], u32 stage, int row) const {
+    lane.zeros(z, stage, row);
+    if constexpr (!T::SCALE_SUMS) {
+      u32 s[T::WORDS];
+      lane.scales(s, stage, row);
+      scales_as_pairs<T>(scale, s, p.scales_bf16);
+    }
+  }
+
+  DEVICE void operator()(Sums<T> &sums, u32 stage) const {
+    u32 scale[T::WORDS][2];
+    Zero<T::ACT, T::BITS> z[T::WORDS][2];
+    Sums<T> part;
+    columns(scale, z, stage, 0);
+    if constexpr (T::SCALE_SUMS)
+      rows_32<true>(part, stage, 0, z, scale);
+    else
+      rows_32<false>(sums, stage, 0, z, scale);
+#pragma unroll
+    for (int check = 1; check < T::CHECKS; check++) {
+      if (p.new_group(check)) {
+        const int row = p.group_row(check);
+        if constexpr (T::SCALE_SUMS) add_scaled(sums, part, stage, row - 1);
+        columns(scale, z, stage, row);
+      }
+      if constexpr (T::SCALE_SUMS)
+        rows_32<false>(part, stage, check, z, scale);
+      else
+        rows_32<false>(sums, stage, check, z, scale);
+    }
+    if constexpr (T::SCALE_SUMS) add_scaled(sums, part, stage, p.group_row(T::CHECKS - 1));
+  }
+};
