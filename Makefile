@@ -20,7 +20,7 @@ OUT = .demo
 
 export PYTHON
 
-.PHONY: help demo test test-fast test-matrix test-engines lint format docs dist bench clean
+.PHONY: help demo test test-fast test-matrix test-engines lint format docs dist bench clean kernels
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -59,6 +59,10 @@ dist: .venv/stamp ## wheel and sdist in dist/
 
 bench: .venv/stamp ## conversion speed against cp and sha256, as ratios
 	.venv/bin/python benchmarks/convert.py
+
+kernels: .venv/stamp ## compile the GPU kernels for every architecture, without a GPU; once per checkout
+	.venv/bin/python -m pip install --quiet 'nvidia-cuda-nvrtc-cu12==12.9.*'
+	.venv/bin/python -m w4pack.kernels.build --jobs $(JOBS)
 
 clean: ## remove builds and environments
 	rm -rf .venv .venv-* .demo dist build *.egg-info

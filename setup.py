@@ -63,7 +63,7 @@ setup(
     package_data={
         "w4pack": ["py.typed"],
         "w4pack.convert": ["**/*.json"],
-        "w4pack.kernels": ["csrc/*.cu", "csrc/*.cuh", "cubins/**/*", "tiles/*.json"],
+        "w4pack.kernels": ["csrc/*.cu", "csrc/*.cuh", "cubins/**/*", "tiles_*.json"],
     },
     include_package_data=False,
     cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},

@@ -1,7 +1,7 @@
 """W4A16 beside cuBLAS fp16, in one run: share of the floor, speed-up, error, tile.
 
-Method: CUDA graphs of many launches, weights rotated over more than the L2, repeats of all candidates interleaved,
-median; random codes, the dense weight dequantized from them; error against fp64 on 128 columns.
+Method: CUDA graphs of many launches, weights rotated over more than the L2, repeats of all candidates
+interleaved, median; random codes, the dense weight dequantized from them; error against fp64 on 128 columns.
 
     python benchmarks/gemm.py [--shapes 8192x8192,...] [--m 1,16,...] [--tune FILE] [--humming]
 """

@@ -1,9 +1,9 @@
 """Build the GPU code: a table of (source, entry, architecture, defines) through NVRTC to cubins.
 
-Runs on a machine with neither GPU nor driver nor toolkit: the compiler is the package ``nvidia-cuda-nvrtc-cu12``
-12.9. Compiled files and a manifest go to ``kernels/cubins``; a file whose sources, options and compiler are
-unchanged is kept. A kernel that spills registers, or whose warpgroup products the assembler serialized,
-fails the build.
+Runs on a machine with neither GPU nor driver nor toolkit: the compiler is the package
+``nvidia-cuda-nvrtc-cu12`` 12.9. Compiled files and a manifest go to ``kernels/cubins``; a file whose sources,
+options and compiler are unchanged is kept. A kernel that spills registers, or whose warpgroup products the
+assembler serialized, fails the build.
 
     python -m w4pack.kernels.build [--arch sm_90a ...] [--jobs 2] [--only TEXT] [--tiles FILE]
 """
@@ -52,7 +52,7 @@ class Job:
     @property
     def path(self) -> str:
         """The file below ``cubins``."""
-        return f"{self.arch}/{self.entry}.{self.suffix}"
+        return f"{self.arch}-{self.entry}.{self.suffix}"
 
 
 class BuildError(Exception):
@@ -274,9 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_manifest(rows)
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)
-    print(
-        f"{len(wanted)} files wanted, {len(rows)} present, {sum(int(str(r['bytes'])) for r in rows) / 1e6:.1f} MB"
-    )
+    megabytes = sum(int(str(row["bytes"])) for row in rows) / 1e6
+    print(f"{len(wanted)} files wanted, {len(rows)} present, {megabytes:.1f} MB")
     return 1 if failures else 0
 
 

@@ -1,7 +1,7 @@
 """Devices, kernels and launches: what must be ready before a kernel can start, kept once it is.
 
-Everything that costs time (reading a cubin, a kernel's attributes, a workspace) happens at the first call for a
-device, or in ``prepare``; a launch afterwards is a look-up and one call of cuda-core.
+Everything that costs time (reading a cubin, a kernel's attributes, a workspace) happens at the first call
+for a device, or in ``prepare``; a launch afterwards is a look-up and one call of cuda-core.
 """
 
 import threading
@@ -138,12 +138,12 @@ def _core() -> Any:
 
 def _load(card: Device, entry: str, shared: int) -> Any:
     suffix = "ptx" if card.arch == tiles.PTX_ARCH else "cubin"
-    path = CUBINS / card.arch / f"{entry}.{suffix}"
+    path = CUBINS / f"{card.arch}-{entry}.{suffix}"
     if not path.is_file():
         raise UsageError(
             "a compiled kernel is missing",
             code="kernel-missing",
-            where=f"kernels/cubins/{card.arch}/{path.name}",
+            where=f"kernels/cubins/{path.name}",
             hint="in a source checkout build them once: make kernels",
         )
     code = _core().ObjectCode

@@ -11,22 +11,30 @@ Importing this module registers them, once.
 """
 
 import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from w4pack.convert.errors import UsageError
 from w4pack.kernels import checks, launch, reference, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_current_stream = getattr(
-    torch._C, "_cuda_getCurrentRawStream", None
-)  # the raw handle costs 0.1 us, a Stream 4
 _int = ctypes.c_int32
 
-_library = torch.library.Library("w4pack", "DEF")
+
+def _no_stream(index: int) -> int:
+    """Stand in on a build of torch without CUDA, where nothing is ever launched."""
+    raise RuntimeError(f"no CUDA stream on device {index}")
+
+
+# The raw handle costs 0.1 us, a Stream object 4.
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)
+
+_library: Any = torch.library.Library("w4pack", "DEF")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor weight, Tensor scales, Tensor? zeros"
 _library.define(f"gemm(Tensor x, {_WEIGHT}, Tensor? bias, int bits, int group_size) -> Tensor")
 _library.define(
@@ -98,7 +106,7 @@ def _product(
     k: int,
     n: int,
 ) -> None:
-    """Run the kernel, or for many rows dequantize once and let the library multiply: the table says from where."""
+    """Run the kernel, or from the table's M on dequantize once and let the library multiply."""
     card = launch.device(x.get_device())
     if x.shape[0] < tiles.dense_from(launch.table_arch(card.arch)):
         run_gemm(x, weight, scales, zeros, bias, bits, group_size, out, k, n)
@@ -199,7 +207,7 @@ def _check_gather(x: "Tensor", perm: "Tensor", width: int) -> None:
     checks.order(perm, x, "x", x.shape[1])
     checks.rows(x, "x", 1)
     if x.element_size() != 2 or width % 8 or width < x.shape[1]:
-        raise checks.UsageError(
+        raise UsageError(
             "the width or dtype is not supported",
             expected="16-bit x, width a multiple of 8 and at least K",
             found=f"{x.dtype}, {width}",

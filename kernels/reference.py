@@ -1,8 +1,8 @@
-"""What every operator computes, in PyTorch on any device: the reference of the kernels and the fallback on a CPU.
+"""What every operator computes, in PyTorch on any device: reference of the kernels and fallback on a CPU.
 
-Shapes are those of the artifact: ``weight`` int32 (K/16, N*bits/2) in the tile of ``layout.py``; ``scales`` fp16 or
-bf16 (G, N) in the grouped order; ``zeros`` int32 (G, N*bits/32) or None; K and N multiples of 64; the last group may
-be short. Nothing here is fast.
+Shapes are those of the artifact: ``weight`` int32 (K/16, N*bits/2) in the tile of ``layout.py``; ``scales``
+fp16 or bf16 (G, N) in the grouped order; ``zeros`` int32 (G, N*bits/32) or None; K and N multiples of 64; the
+last group may be short. Nothing here is fast.
 """
 
 from functools import cache
@@ -38,7 +38,8 @@ def codes(weight: "Tensor", bits: int) -> "Tensor":
     word, shift = (torch.from_numpy(a).to(weight.device) for a in _code_index(bits))
     tiles = weight.view(k // 16, n // 64, 32 * bits)
     picked = tiles[:, :, word] >> shift.to(torch.int32) & (2**bits - 1)  # (K/16, N/64, 16, 64)
-    return picked.permute(0, 2, 1, 3).reshape(k, n)
+    found: Tensor = picked.permute(0, 2, 1, 3).reshape(k, n)
+    return found
 
 
 def natural_scales(scales: "Tensor") -> "Tensor":
@@ -56,7 +57,8 @@ def natural_zeros(zeros: "Tensor", bits: int) -> "Tensor":
     columns = zeros.shape[1] * 32 // bits
     word, slot = layout.zero_position(np.arange(columns), bits)
     shift = torch.from_numpy(slot * bits).to(zeros.device, torch.int32)
-    return zeros[:, torch.from_numpy(word).to(zeros.device)] >> shift & (2**bits - 1)
+    found: Tensor = zeros[:, torch.from_numpy(word).to(zeros.device)] >> shift & (2**bits - 1)
+    return found
 
 
 def rows_to_groups(k: int, group_size: int) -> "np.ndarray":
@@ -72,7 +74,7 @@ def dense(
     group_size: int,
     dtype: "torch.dtype",
 ) -> "Tensor":
-    """Return (q - z) * s as (K, N), computed in ``dtype`` (float32 and float64 are exact up to one rounding)."""
+    """Return (q - z) * s as (K, N), computed in ``dtype`` (float32 and float64: one rounding at most)."""
     import torch
 
     k, _ = sizes(weight, bits)
@@ -122,7 +124,7 @@ def gather(x: "Tensor", perm: "Tensor", width: int) -> "Tensor":
 
 
 def repack(words: "Tensor", perm: "Tensor | None", bits: int) -> "Tensor":
-    """Return GPTQ words (K*bits/32, N) as the Marlin tile (K/16, N*bits/2); row r is source row ``perm[r]``."""
+    """Return GPTQ words (K*bits/32, N) as the Marlin tile (K/16, N*bits/2), row r from row ``perm[r]``."""
     import torch
 
     per_word = 32 // bits

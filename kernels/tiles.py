@@ -1,8 +1,8 @@
 """Which kernel runs a product: a pure function of architecture, multiprocessors, M, N, K and scheme.
 
 A ``Tile`` is one shape of the W4A16 kernels (``csrc/tile.cuh`` has the same arithmetic, and the build checks
-that both agree on the bytes of shared memory). ``tiles/<arch>.json`` lists tiles per code width, by the
-largest M and N they serve, with exceptions for single (N, K); each says on which card and when it was measured.
+that both agree on the bytes of shared memory). ``tiles_<arch>.json`` lists tiles per code width, by the
+largest M and N they serve, with exceptions for single (N, K), and says on which card it was measured.
 """
 
 import json
@@ -21,7 +21,7 @@ GROUP_SIZES = (-1, 32, 64, 128)
 SUMS_PER_MULTIPROCESSOR = 128 * 1024
 BLOCKS_PER_MULTIPROCESSOR = 8
 ONE_GROUP = 31  # a shift that sends every row of K to group 0
-TABLES = Path(__file__).resolve().parent / "tiles"
+HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,10 @@ class Tile:
     @property
     def text(self) -> str:
         """The part of a kernel's name that says its shape."""
-        return f"{self.engine}_t{self.tokens}w{self.warps}s{self.slots}x{self.words}k{self.unit}p{self.stages}b{self.blocks}"
+        shape = (
+            f"t{self.tokens}w{self.warps}s{self.slots}x{self.words}k{self.unit}p{self.stages}b{self.blocks}"
+        )
+        return f"{self.engine}_{shape}"
 
 
 def kernel_name(tile: Tile, dtype: str, bits: int, zeros: bool) -> str:
@@ -95,8 +98,8 @@ class Launch:
 
 @cache
 def table(arch: str) -> dict[str, object]:
-    """Return the parsed ``tiles/<arch>.json``."""
-    data: dict[str, object] = json.loads((TABLES / f"{arch}.json").read_text())
+    """Return the parsed ``tiles_<arch>.json``."""
+    data: dict[str, object] = json.loads((HERE / f"tiles_{arch}.json").read_text())
     return data
 
 
@@ -107,7 +110,7 @@ def _tile(fields: list[object]) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a table: up to which M and how many chunks of 64 columns (0: any) it holds, and what then."""
+    """One line of a table: up to which M and how many chunks of 64 columns (0: any) it holds; the tile."""
 
     most_m: int
     most_chunks: int
@@ -152,7 +155,7 @@ def column_tiles(tile: Tile, m: int, n: int) -> int:
 
 
 def grid(tile: Tile, multiprocessors: int, m: int, n: int, k: int, splits: int = 0) -> int:
-    """Return the blocks to start, at most as many as fit at once (``csrc/scheduler.cuh`` needs them resident).
+    """Return the blocks to start: at most as many as fit at once, ``csrc/scheduler.cuh`` needs that.
 
     Cutting every tile alike spares the exchange of uneven ends: done where it still uses most of the card.
     No block is without a unit for each slot.
@@ -179,7 +182,7 @@ def all_tiles(arch: str, bits: int) -> Iterator[Tile]:
 def workspace_bytes(multiprocessors: int) -> tuple[int, int]:
     """Return (bytes of sums, flags) that serve every kernel: one partial tile and one flag for each block.
 
-    A multiprocessor's registers hold at most 128 KiB of sums that could be handed over, in at most eight blocks.
+    The registers of a multiprocessor hold at most 128 KiB of sums to hand over, in at most eight blocks.
     """
     return SUMS_PER_MULTIPROCESSOR * multiprocessors, BLOCKS_PER_MULTIPROCESSOR * multiprocessors
 

@@ -10,7 +10,7 @@ def main() -> None:
     card = launch.device(0)
     for bits in (4, 8):
         for tile in tiles.all_tiles(launch.table_arch(card.arch), bits):
-            for m, k, n, group in ((3, 320, 192, 32), (tile.tokens + 1, 1024, 320, 128)):
+            for m, k, n, group in ((3, 5 * tile.unit, 192, 32), (tile.tokens + 1, 1024, 320, 128)):
                 words = torch.randint(
                     -(2**31), 2**31 - 1, (k // 16, n * bits // 2), device="cuda", dtype=torch.int32
                 )

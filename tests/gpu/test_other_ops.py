@@ -1,4 +1,4 @@
-"""Gather, dequantize, repack on a card, and the ways of calling: graphs, streams, compile, wrong arguments."""
+"""Gather, dequantize, repack on a card; ways of calling: graphs, streams, compile, wrong arguments."""
 
 from pathlib import Path
 

@@ -1,0 +1,71 @@
+"""The build table and what it does with a compiler's log; a compile where the compiler is installed."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from w4pack.kernels import build, tiles
+
+SPILL = "ptxas info: Used 255 registers\n 16 bytes stack frame, 24 bytes spill stores, 40 bytes spill loads"
+has_compiler = importlib.util.find_spec("nvidia") is not None and (
+    importlib.util.find_spec("nvidia.cuda_nvrtc") is not None
+)
+
+
+@pytest.mark.parametrize("arch", [*tiles.ARCHES, tiles.PTX_ARCH])
+def test_every_kernel_a_launch_can_name_is_built(arch: str) -> None:
+    built = {job.entry for job in build.jobs(arch)}
+    table = "sm_80" if arch == tiles.PTX_ARCH else arch
+    for bits in (4, 8):
+        for dtype in tiles.DTYPES:
+            for zeros in (False, True):
+                for tile in tiles.all_tiles(table, bits):
+                    assert tiles.kernel_name(tile, dtype, bits, zeros) in built
+                assert f"dequantize_{dtype}_b{bits}_{'zp' if zeros else 'sym'}" in built
+        assert f"repack_b{bits}" in built
+    assert "gather" in built
+
+
+def test_names_are_unique_and_wgmma_stays_on_its_architecture() -> None:
+    for arch in (*tiles.ARCHES, tiles.PTX_ARCH):
+        paths = [job.path for job in build.jobs(arch)]
+        assert len(set(paths)) == len(paths)
+        if arch != "sm_90a":
+            assert not any("wgmma" in path for path in paths)
+
+
+def test_the_log_says_registers_spills_and_serialized_products() -> None:
+    found = build.Compiled(b"", SPILL)
+    assert (found.registers, found.spills, found.serialized) == (255, 64, False)
+    assert build.Compiled(b"", "info : (C7510) Potential Performance Loss: wgmma").serialized
+
+
+def test_a_spill_in_a_hot_kernel_fails_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "compile_job", lambda job: build.Compiled(b"code", SPILL))
+    hot, cold = build.Job("gather.cu", "a", "sm_80", ()), build.Job("gather.cu", "b", "sm_80", (), hot=False)
+    rows, failures = build.build([hot, cold], 1, tmp_path)
+    assert [row["path"] for row in rows] == ["sm_80-b.cubin"]
+    assert len(failures) == 1 and "spills 64 bytes" in failures[0]
+
+
+def test_a_file_is_kept_until_its_inputs_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def compile_job(job: build.Job) -> build.Compiled:
+        compiled.append(job.entry)
+        return build.Compiled(b"code", "")
+
+    monkeypatch.setattr(build, "compile_job", compile_job)
+    for defines in (("X=1",), ("X=1",), ("X=2",)):
+        rows, _ = build.build([build.Job("gather.cu", "a", "sm_80", defines)], 1, tmp_path)
+        build.write_manifest(rows, tmp_path)
+    assert compiled == ["a", "a"]
+
+
+@pytest.mark.skipif(not has_compiler, reason="the compiler nvidia-cuda-nvrtc-cu12 is not installed")
+@pytest.mark.parametrize(("arch", "entry"), [("sm_80", "mma_t8"), ("sm_90a", "wgmma_t64")])
+def test_a_hot_kernel_compiles_without_spills(arch: str, entry: str) -> None:
+    job = next(job for job in build.jobs(arch) if entry in job.entry)
+    found = build.compile_job(job)
+    assert found.spills == 0 and not found.serialized and found.registers > 0 and len(found.code) > 10_000

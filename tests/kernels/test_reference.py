@@ -1,0 +1,118 @@
+"""The reference operators on the CPU: against slow loops in fp64, the packer, an engine's golden outputs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from w4pack.convert.errors import UsageError  # noqa: E402
+from w4pack.kernels import layout, ops, reference  # noqa: E402
+
+
+def _problem(
+    k: int, n: int, bits: int, group: int, zeros: bool, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Codes, scales and zeros in natural order, and the artifact's tensors of them."""
+    rng = np.random.default_rng(seed)
+    groups = 1 if group == -1 else -(-k // group)
+    codes = rng.integers(0, 2**bits, (k, n), dtype=np.uint8)
+    scales = (rng.random((groups, n)) * 0.01 + 0.005).astype(np.float16)
+    z = rng.integers(0, 2**bits, (groups, n), dtype=np.uint8) if zeros else None
+    packed = (
+        torch.from_numpy(layout.pack_codes(codes, bits)),
+        torch.from_numpy(np.ascontiguousarray(scales[:, layout.grouped_order(n)])),
+        None if z is None else torch.from_numpy(layout.pack_zeros(z, bits)),
+    )
+    return codes, scales, z if z is not None else np.full((groups, n), 2 ** (bits - 1)), packed
+
+
+def _loop(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, group: int) -> np.ndarray:
+    out = np.empty(codes.shape)
+    for k in range(codes.shape[0]):
+        g = 0 if group == -1 else k // group
+        for n in range(codes.shape[1]):
+            out[k, n] = (int(codes[k, n]) - int(zeros[g, n])) * float(scales[g, n])
+    return out
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 128), (4, -1), (8, 32), (8, 128), (8, -1)])
+def test_dense_and_gemm_equal_the_loop(bits: int, group: int, zeros: bool) -> None:
+    codes, scales, z, packed = _problem(192, 64, bits, group, zeros)
+    wanted = _loop(codes, scales, z, group)
+    found = reference.dense(*packed, bits, group, torch.float64)
+    np.testing.assert_array_equal(found.numpy(), wanted)
+    dense = ops.dequantize(*packed, bits, group, torch.float16)
+    np.testing.assert_array_equal(dense.numpy(), wanted.astype(np.float32).astype(np.float16).T)
+    x = torch.randn(5, 192).half()
+    bias = torch.randn(64).half()
+    y = ops.gemm(x, *packed, bias, bits, group)
+    exact = x.double().numpy() @ wanted + bias.double().numpy()
+    assert np.linalg.norm(y.double().numpy() - exact) < 4e-4 * np.linalg.norm(exact)
+    out = torch.full((5, 64), float("nan"), dtype=torch.float16)
+    ops.gemm_out(x, *packed, bias, bits, group, out)
+    assert torch.equal(out, y)
+
+
+@pytest.mark.shared
+def test_repack_equals_the_engines_bytes(shared: Path) -> None:
+    from safetensors.torch import load_file
+
+    golden = load_file(shared / "fixtures" / "golden" / "repack.safetensors")
+    meta = json.loads((shared / "fixtures" / "golden" / "golden.json").read_text())
+    for name, about in meta.items():
+        perm = golden.get(f"{name}.act_perm")
+        order = None if perm is None else perm.int()
+        found = ops.repack(golden[f"{name}.gptq_qweight"], order, about["bits"])
+        assert torch.equal(found, golden[f"{name}.marlin_qweight"]), name
+    assert len(meta) > 20
+
+
+def test_gather_takes_columns_and_pads() -> None:
+    x = torch.arange(12).reshape(2, 6).half()
+    perm = torch.tensor([5, 0, 3, 1, 2, 4], dtype=torch.int32)
+    wanted = torch.tensor([[5, 0, 3, 1, 2, 4, 0, 0], [11, 6, 9, 7, 8, 10, 0, 0]]).half()
+    assert torch.equal(ops.gather(x, perm, 8), wanted)
+
+
+def test_shapes_without_data() -> None:
+    """The fake versions agree with the real ones: ``torch.compile`` and exporters rely on them."""
+    _, _, _, packed = _problem(128, 64, 4, 64, True)
+    tests = ("test_schema", "test_faketensor")
+    x = torch.randn(3, 128).half()
+    torch.library.opcheck(ops.gemm, (x, *packed, None, 4, 64), test_utils=tests)
+    torch.library.opcheck(ops.gather, (x, torch.randperm(128).int(), 128), test_utils=tests)
+    torch.library.opcheck(ops.dequantize, (*packed, 4, 64, torch.bfloat16), test_utils=tests)
+    words = torch.zeros((16, 64), dtype=torch.int32)
+    torch.library.opcheck(ops.repack, (words, None, 4), test_utils=tests)
+
+
+def test_wrong_arguments_name_what_is_wrong() -> None:
+    _, _, _, (weight, scales, _) = _problem(128, 64, 4, 64, False)
+    x = torch.randn(3, 128).half()
+    bad = [
+        ((x, weight, scales, None, None, 4, 48), "48"),
+        ((x, weight, scales, None, None, 4, 96), "96"),
+        ((x, weight, scales, None, None, 4, 256), "256"),
+        ((x, weight, scales, None, None, 3, 64), "code width"),
+        ((x, weight, scales[:1], None, None, 4, 64), "scales has the wrong shape"),
+        ((x, weight, scales, None, None, 4, 32), "scales has the wrong shape"),
+        ((x.float(), weight, scales, None, None, 4, 64), "float32"),
+        ((x[:, :64], weight, scales, None, None, 4, 64), "128"),
+        ((x.t().contiguous().t(), weight, scales, None, None, 4, 64), "stride"),
+        ((x, weight.short(), scales, None, None, 4, 64), "int16"),
+        ((x, weight[:3], scales, None, None, 4, 64), "multiple of 64"),
+        ((x, weight, scales, None, torch.zeros(64), 4, 64), "bias"),
+        ((x, weight, scales, scales, None, 4, 64), "zeros"),
+    ]
+    for arguments, text in bad:
+        with pytest.raises(UsageError) as caught:
+            ops.gemm(*arguments)
+        assert text in str(caught.value), (text, str(caught.value))
+    with pytest.raises(UsageError, match="perm"):
+        ops.gather(x, torch.arange(64), 128)
+    with pytest.raises(UsageError, match="tile"):
+        ops.repack(torch.zeros((16, 48), dtype=torch.int32), None, 4)
