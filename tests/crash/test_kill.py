@@ -285,7 +285,7 @@ def test_without_resume_an_unfinished_run_is_not_taken_over_silently(
     assert not list(tmp_path.glob("out.w4pack*"))
 
 
-def test_a_discarded_run_is_told_on_stderr_too(source: Path, tmp_path: Path) -> None:
+def test_what_is_thrown_away_is_told_on_stderr_too(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     half_done(source, out)
     done = run("convert", source, out, "--to", "marlin", *SHARDS).expect(0)
@@ -338,7 +338,7 @@ def test_overwrite_replaces_what_the_link_leads_to(
 
 def test_resume_through_a_link(linked: tuple[Path, Path], source: Path, want: Trees) -> None:
     link, target = linked
-    for step in range(8, 60, 9):
+    for step in range(8, 48, 9):
         assert not stopped_child(step, "convert", source, link, "--to", "marlin", *SHARDS, "-q")
         convert(source, link, "marlin", *SHARDS, "--resume").expect(0)
         still_linked(link, target, want["marlin"])
