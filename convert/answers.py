@@ -38,6 +38,7 @@ def run_check(given: Given) -> bool:
         print_json(answers[0] if len(answers) == 1 else _together(answers, ok=ok))
     elif not given["quiet"]:
         print("\n".join(_check_text(answers)), flush=True)
+        say(*(f"warning: {text}" for text in answers[0]["warnings"]))
     return ok
 
 

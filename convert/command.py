@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from w4pack.convert import api
 from w4pack.convert.console import Given, print_json, question_reporter, reporter_of, say, where_of
 from w4pack.convert.core.facts import ModelFacts, Warning_
-from w4pack.convert.errors import Refused, UsageError
+from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.events import (
     Human,
     JsonLines,
@@ -227,7 +227,7 @@ def run_push(given: Given, access: "Access | None" = None) -> None:
     reporter = reporter_of(given)
     folder = Path(given["out"])
     if not folder.is_dir():
-        raise Refused("no such folder to push", code="no-such-folder", where=given["out"])
+        raise SourceError("no such folder", code="no-such-folder", where=given["out"])
     report = api.push(
         folder,
         given["repo_id"],

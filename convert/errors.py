@@ -46,9 +46,9 @@ class W4PackError(Exception):
         """Return the text form; of several problems the first few of each rule, with a count of the rest."""
         if len(self.problems) < 2:
             return self._text()
-        rules: dict[str, list[W4PackError]] = {}
+        rules: dict[tuple[str, str], list[W4PackError]] = {}
         for problem in self.problems:
-            rules.setdefault(problem.code, []).append(problem)
+            rules.setdefault((problem.code, problem.what), []).append(problem)
         return "\n\n".join(_rule_text(items) for items in rules.values())
 
     def _text(self) -> str:

@@ -15,8 +15,11 @@ from w4pack.convert.source.describe import describe
 from w4pack.convert.source.detect import Source, read_source
 from w4pack.convert.source.facts import source_facts
 from w4pack.convert.source.reading import DetectOptions, Evidence
+from w4pack.convert.source.zeros import AMBIGUOUS
 
 ENGINES = ("vllm", "sglang", "transformers", "w4pack")
+# Problems of a conversion that engines have rules for; any other means that the weights are not understood.
+JUDGED = ("forward-changing", AMBIGUOUS)
 SMALL = 8 << 20  # bytes of deciding tensors that are read whole without ``thorough``
 
 
@@ -66,9 +69,9 @@ def check(
     with glimpsed(path, where or Where(), reporter or Quiet(), thorough=thorough) as (checkpoint, label):
         source = _glimpse(checkpoint, thorough=thorough)
         facts = source_facts(source)
-    broken = [p for p in source.problems if p.exit_code == EXIT_FAILED]
-    if broken:
-        raise Refused.together(broken)
+    unknown_kind = [p for p in source.problems if p.code not in JUDGED]
+    if unknown_kind:  # weights that are not understood cannot be judged: never "takes it"
+        raise Refused.together(unknown_kind)
     answers = []
     for engine in engines:
         results = [rules.evaluate(facts, engine, t) for t in tp]
@@ -83,6 +86,7 @@ def check(
                 "evidence": facts.evidence,
                 "bytes_read": facts.bytes_read,
                 "results": [asdict(r) for r in results],
+                "warnings": [w.text() for w in facts.warnings],
                 "suggestion": None if ok else _pasted(rules.suggest(results, facts), label),
             }
         )

@@ -18,6 +18,8 @@ def _layout(model: Model, tp: int) -> Iterator[Finding]:
     if odd:
         total = sum(len(k.names) for k in odd)
         yield Finding("quantized modules", "an artifact", f"{odd[0].layer.layout} tensors", total)
+    elif model.labels.method != "w4pack":
+        yield Finding("quantization_config", "an artifact", "no quantized module of an artifact")
 
 
 def _group(model: Model, kind: Kind, tp: int) -> Hit:

@@ -27,6 +27,7 @@ from w4pack.convert.source.detect import Source
 
 MEMORY = 192 << 20  # bytes above the imports that a conversion needs at most (measured: benchmarks)
 HEAD_BYTES = 1 << 20  # bytes of a pickle that identify it without ``--strict``
+PASSING = ("resume-differs", "unreadable", "file-too-short")  # errors after which `--resume` may work
 DISK_SLACK = 16 << 20  # bytes for manifest, journal and folders
 
 CardMaker = Callable[[Plan, Mapping[str, float]], str]  # plan, error of each re-quantized layer -> README.md
@@ -278,6 +279,9 @@ def run_plan(
     check_disk(plan, staging)
     try:
         resume = staging.prepare(overwrite=running.overwrite, resume=running.resume)
+        if staging.discarded:
+            text = "an unfinished run of this output was discarded; `--resume` would have gone on with it"
+            running.reporter.event("note", text=text)
         log, earlier = execute.open_journal(staging.journal, plan, resume=resume)
         try:
             with OutFiles(staging.out, plan) as files:
@@ -293,7 +297,7 @@ def run_plan(
         staging.publish(overwrite=running.overwrite)
         return written
     except (SourceError, Refused) as err:
-        if err.code != "resume-differs":
+        if err.code not in PASSING:
             staging.discard()  # the source itself is at fault: there is nothing to go on with
         raise
     finally:

@@ -131,26 +131,40 @@ def _finished(line: Mapping[str, Any]) -> Finished:
 
 def _same_job(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
     for key, label in DECIDES:
-        if found.get(key) != wanted[key]:
-            raise _differs(label, found.get(key), wanted[key], path)
+        old, new = found.get(key), wanted[key]
+        if key == "files":
+            old, new = _comparable(old, new)
+        if old != new:
+            raise _differs(label, old, new, path)
+
+
+def _comparable(old: Any, new: Any) -> tuple[Any, Any]:
+    """Drop the hashes of source files unless both runs took them: ``--strict`` may change on resume."""
+    if not isinstance(old, list) or any(not isinstance(f, list) or len(f) != 4 for f in old):
+        return old, new
+    both = all(f[3] for f in old) and all(f[3] for f in new)
+    return (old, new) if both else ([f[:3] for f in old], [f[:3] for f in new])
 
 
 def _differs(label: str, found: Any, wanted: Any, path: Path) -> Refused:
+    where = str(path)
     if label == "source":
-        found, wanted = _first_difference(found, wanted)
+        where, found, wanted = _first_difference(found, wanted, where)
     return Refused(
         f"the interrupted run had another {label}",
         code="resume-differs",
-        where=str(path),
+        where=where,
         expected=str(wanted),
         found=str(found),
         hint="start again without `--resume`",
     )
 
 
-def _first_difference(found: Any, wanted: Any) -> tuple[Any, Any]:
-    """Return the first differing pair of source files, in words."""
+def _first_difference(found: Any, wanted: Any, where: str) -> tuple[str, str, str]:
+    """Return (file, what the earlier run had, what is there now) of the first file that differs."""
     for old, new in zip(found or [], wanted, strict=False):
         if old != new:
-            return old, new
-    return f"{len(found or [])} files", f"{len(wanted)} files"
+            for label, a, b in zip(("name", "size", "header", "sha256"), old, new, strict=False):
+                if a != b:
+                    return str(new[0]), f"{label} {a}", f"{label} {b}"
+    return where, f"{len(found or [])} files", f"{len(wanted)} files"

@@ -116,11 +116,14 @@ def job_of(
     keeps_map = plan.action != "pack" and params.group is not None
     out_group = _padded_group(params.group, rows, out) if keeps_map and params.group is not None else None
     dense_like = replace(out, group_size=scheme.group_size, act_order=False) if plan.action != "pack" else out
-    made = transform(params, scheme, dense_like, Reorder(rows, cols), out_group)
+    moved = params if out.bits != scheme.bits and plan.action == "pack" else None
+    kept = (
+        params if moved is None else replace(params, zeros=None)
+    )  # widened: zero points move into the codes
+    made = transform(kept, scheme, dense_like, Reorder(rows, cols), out_group)
     if out.act_order and rows is not None:
         made = GroupParams(made.scales, made.zeros, _regrouped(rows, out))
     zeros = _padded_zeros(made, dense_like, layout if plan.action == "pack" else None)
-    moved = params if out.bits != scheme.bits and plan.action == "pack" else None
     reader = CodeReader(checkpoint, layer, stored_place(checkpoint, layer))
     codes = CodeMap(reader, dense_like, rows, cols, zeros, made.group if keeps_map else None, moved=moved)
     return LayerJob(plan, layer, params, made, codes, layout if plan.action != "dense" else None)

@@ -4,7 +4,7 @@ Deterministic: no dates, no local paths.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.plan import FORMAT_VERSION, Plan
 from w4pack.convert.planning.record import to_plain
 from w4pack.convert.source.detect import Source
+from w4pack.convert.source.layers import SourceLayer
 
 NAME = "w4pack.json"
 LIMIT = 512 << 20  # bytes; the manifest of a 70B model with folded orders has a few MB
@@ -29,8 +30,18 @@ class Written:
     reports: Mapping[str, Mapping[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """An object of many members that are made one by one as they are written: (name, value as JSON text)."""
+
+    make: Callable[[], Iterator[tuple[str, str]]]
+
+
 def build(plan: Plan, source: Source, written: Written, original: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Make the manifest. ``original`` is the manifest of a source that w4pack wrote itself, or None."""
+    """Make the manifest, to be written by ``dump``.
+
+    original  the manifest of a source that w4pack wrote itself, or None
+    """
     manifest: dict[str, Any] = {
         "schema": 1,
         "tool": {"name": "w4pack", "version": plan.version, "format": FORMAT_VERSION},
@@ -42,15 +53,24 @@ def build(plan: Plan, source: Source, written: Written, original: Mapping[str, A
     }
     if original is not None:
         manifest["original"] = original.get("original", original.get("source"))
-    manifest["tensors"] = {
-        t.name: {"dtype": t.dtype, "shape": list(t.shape), "sha256": written.hashes[t.name]}
-        for t in plan.tensors
-    }
-    manifest["layers"] = {p.name: _layer(p, source, written) for p in plan.layers}
+    manifest["tensors"] = Entries(lambda: _tensors(plan, written))
+    manifest["layers"] = Entries(lambda: _layers(plan, source, written))
     if plan.target in TARGETS_WITH_RECORDS:
         copied = original.get("unpack") if original is not None and is_copy(plan, source) else None
         manifest["unpack"] = copied or _unpack(plan, source, written)
     return manifest
+
+
+def _tensors(plan: Plan, written: Written) -> Iterator[tuple[str, str]]:
+    for t in plan.tensors:
+        entry = {"dtype": t.dtype, "shape": list(t.shape), "sha256": written.hashes[t.name]}
+        yield t.name, json.dumps(entry)
+
+
+def _layers(plan: Plan, source: Source, written: Written) -> Iterator[tuple[str, str]]:
+    layers = {layer.name: layer for layer in source.layers}
+    for p in plan.layers:
+        yield p.name, json.dumps(_layer(p, layers[p.source], written))
 
 
 def is_copy(plan: Plan, source: Source) -> bool:
@@ -67,8 +87,7 @@ def is_copy(plan: Plan, source: Source) -> bool:
     return same and not plan.dropped and not plan.config_changes
 
 
-def _layer(plan: LayerPlan, source: Source, written: Written) -> dict[str, Any]:
-    layer = next(item for item in source.layers if item.name == plan.source)
+def _layer(plan: LayerPlan, layer: SourceLayer, written: Written) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "source": plan.source,
         "decoded_from": f"{layer.layout} {layer.scheme.label()}",
@@ -89,7 +108,7 @@ def _layer(plan: LayerPlan, source: Source, written: Written) -> dict[str, Any]:
 def _unpack(plan: Plan, source: Source, written: Written) -> dict[str, Any]:
     checkpoint = source.checkpoint
     return {
-        "layers": {p.name: written.reports[p.source]["unpack"] for p in plan.layers},
+        "layers": Entries(lambda: ((p.name, written.reports[p.source]["unpack"]) for p in plan.layers)),
         "dense": [_dense(d, checkpoint, written) for d in plan.dense],
         "dropped": [
             {"name": n, "dtype": checkpoint.tensors[n].dtype, "shape": list(checkpoint.tensors[n].shape)}
@@ -107,9 +126,31 @@ def _dense(plan: DensePlan, checkpoint: Checkpoint, written: Written) -> dict[st
     return entry | {"source_shape": list(info.shape), "sha256": made}
 
 
-def dump(manifest: Mapping[str, Any]) -> bytes:
-    """Return the file's bytes."""
-    return json.dumps(manifest, indent=1, ensure_ascii=True).encode() + b"\n"
+def dump(manifest: Mapping[str, Any]) -> Iterator[bytes]:
+    """Return the file's bytes in pieces: one line for each member of the large objects."""
+    yield from (part.encode() for part in _object(manifest, 0))
+    yield b"\n"
+
+
+def _object(members: Mapping[str, Any], depth: int) -> Iterator[str]:
+    pad = " " * (depth + 1)
+    yield "{"
+    for number, (key, value) in enumerate(members.items()):
+        yield f"{',' if number else ''}\n{pad}{json.dumps(key)}: "
+        if isinstance(value, Entries):
+            yield from _entries(value, pad)
+        elif isinstance(value, Mapping) and any(isinstance(v, Entries) for v in value.values()):
+            yield from _object(value, depth + 1)
+        else:
+            yield json.dumps(value)
+    yield f"\n{' ' * depth}}}"
+
+
+def _entries(entries: Entries, pad: str) -> Iterator[str]:
+    yield "{"
+    for number, (name, text) in enumerate(entries.make()):
+        yield f"{',' if number else ''}\n{pad} {json.dumps(name)}: {text}"
+    yield f"\n{pad}}}"
 
 
 def load(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ float zeros of gemv_fast) is kept in the record itself, so that `unpack` never h
 
 import base64
 import hashlib
+import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -203,10 +204,9 @@ def kept_array(kept: KeptTensor, where: str) -> NDArray[Any]:
     return np.frombuffer(unpack_bytes(kept.data or "", size, where), dtype).reshape(kept.shape)
 
 
-def record_json(rec: LayerRecord) -> dict[str, Any]:
-    """Return the record as JSON values."""
-    value: dict[str, Any] = to_plain(rec)
-    return value
+def record_json(rec: LayerRecord) -> str:
+    """Return the record as JSON text: there are many, and text is what memory holds best."""
+    return json.dumps(to_plain(rec))
 
 
 def record_from(value: Mapping[str, Any]) -> LayerRecord:

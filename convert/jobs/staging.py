@@ -12,7 +12,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from w4pack.convert.errors import OutputError
@@ -21,6 +21,7 @@ STAGING_SUFFIX = ".w4pack-staging"
 OLD_SUFFIX = ".w4pack-old"
 EXIT_AT = "W4PACK_TEST_EXIT_AT"  # tests: leave the process, without any cleanup, at the n-th step
 TEST_EXIT_CODE = 99
+PIECE = 1 << 20  # bytes
 
 _steps = 0
 
@@ -50,7 +51,7 @@ def output_error(err: OSError, path: Path, needed: int | None = None) -> OutputE
             hint="free some space, then run the same command with `--resume`",
         )
     return OutputError(
-        f"cannot write the output: {os.strerror(err.errno or 0).lower()}",
+        f"cannot write the output: {(os.strerror(err.errno) if err.errno else str(err)).lower()}",
         code="cannot-write",
         where=str(path),
     )
@@ -83,18 +84,35 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file and fsync it. The mode is that of an ordinary file: 0666 less the umask."""
+def write_file(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Write a file, from pieces if it is long, and fsync it. Its mode is 0666 less the umask."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         step()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            write_all(fd, memoryview(data), 0)
+            at = 0
+            for part in _pieces(data):
+                write_all(fd, memoryview(part), at)
+                at += len(part)
             step()
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _pieces(data: bytes | Iterable[bytes]) -> Iterator[bytes]:
+    """Gather many small parts to writes of about a MiB."""
+    if isinstance(data, bytes):
+        yield data
+        return
+    held = bytearray()
+    for part in data:
+        held += part
+        if len(held) >= PIECE:
+            yield bytes(held)
+            held.clear()
+    yield bytes(held)
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
@@ -108,11 +126,14 @@ class Staging:
     """The staging folder of one OUT, locked against a second process."""
 
     def __init__(self, out: Path) -> None:
+        if out.is_symlink():
+            out = out.resolve()  # work beside the folder itself, and leave the link as it is
         self.target = out
         self.root = out.parent / (out.name + STAGING_SUFFIX)
         self.out = self.root / "out"
         self.journal = self.root / "journal.jsonl"
         self.old = out.parent / (out.name + OLD_SUFFIX)
+        self.discarded = False  # ``prepare`` found unfinished work and was not asked to resume it
         self._lock: int | None = None
 
     def prepare(self, *, overwrite: bool, resume: bool) -> bool:
@@ -121,21 +142,31 @@ class Staging:
         Raises OutputError if OUT has content and ``overwrite`` is not given, or if another process is at
         work.
         """
-        with writing(self.target):
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            if not self.target.exists() and self.old.is_dir():
-                step()
-                self.old.rename(self.target)  # an overwrite died between its two renames
-            self.remove_old()
         found = self.root.is_dir()
-        check_free(self.target, overwrite=overwrite or (resume and found and not self.out.exists()))
+        self.discarded = False
         with writing(self.root):
-            self.root.mkdir(exist_ok=True)
+            self.root.mkdir(parents=True, exist_ok=True)
             self._take_lock()
+            self._recover()
+        try:
+            check_free(self.target, overwrite=overwrite or (resume and found and not self.out.exists()))
+        except OutputError:
+            if not found:
+                self.discard()
+            raise
+        with writing(self.root):
             if found and not resume:
+                self.discarded = self.journal.is_file()
                 self._empty()
             self.out.mkdir(exist_ok=True)
         return found and resume and self.journal.is_file()
+
+    def _recover(self) -> None:
+        """Finish what an overwrite that died left between its renames."""
+        if not self.target.exists() and self.old.is_dir():
+            step()
+            self.old.rename(self.target)
+        self.remove_old()
 
     def remove_old(self) -> None:
         """Remove what an overwrite moved aside, if a new OUT stands in its place."""

@@ -216,7 +216,7 @@ def _first_difference(one: Checkpoint, info: TensorInfo, other: Checkpoint, twin
     return None
 
 
-def source_weights(job: LayerJob, block: Block, tag: str) -> NDArray:
+def source_weights(job: LayerJob, block: Block, tag: str) -> NDArray[Any]:
     """Return the weights (N, K) of a block straight from the source's own codes and parameters.
 
     Nothing that the conversion worked out is used but the maps of rows and columns; padding weighs nothing.

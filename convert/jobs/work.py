@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -51,6 +52,7 @@ def copy_tasks(
     """Copy a tensor's bytes, and count values that are not finite on the way."""
     info = checkpoint.tensors[source]
     item = dtypes.numpy_dtype(info.dtype)
+    lock = Lock()
 
     def chunk(offset: int) -> None:
         data = np.empty(min(CHUNK, info.nbytes - offset), np.uint8)
@@ -58,7 +60,8 @@ def copy_tasks(
         if info.dtype in dtypes.FLOAT_TAGS:
             bad = int(dtypes.nonfinite(data.view(item), info.dtype).sum())
             if bad:
-                report["nonfinite"] = report.get("nonfinite", 0) + bad
+                with lock:
+                    report["nonfinite"] = report.get("nonfinite", 0) + bad
         out.write(target, offset, data)
 
     return [partial(chunk, offset) for offset in range(0, info.nbytes, CHUNK)] or [lambda: None]

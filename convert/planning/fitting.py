@@ -48,23 +48,23 @@ def _one_symmetry(members: Sequence[str], state: State) -> None:
     """Make a set of layers symmetric or asymmetric as one: all midpoint, or zero points for all."""
     asymmetric = [n for n in members if not state.layers[n].scheme.sym]
     if asymmetric and state.options.widen:
-        for name in members:
-            if state.plans[name].scheme.bits == 4:
-                state.note(
-                    name,
-                    "widened to symmetric 8 bit",
-                    scheme=replace(state.plans[name].scheme, bits=8, sym=True),
-                )
-        return
-    explicit = state.target.explicit_zero
+        _widen(members, state)
+        asymmetric = [n for n in asymmetric if not state.plans[n].scheme.sym]
     for name in members:
         scheme = state.plans[name].scheme
-        if scheme.sym and (asymmetric or explicit):
-            state.note(
-                name, "symmetric written with zero points at the midpoint", scheme=replace(scheme, sym=False)
-            )
+        if scheme.sym and (asymmetric or state.target.explicit_zero):
+            phrase = "symmetric written with zero points at the midpoint"
+            state.note(name, phrase, scheme=replace(scheme, sym=False))
         elif state.layers[name].scheme.sym and _claims_asymmetric(name, state):
             state.note(name, "zero points all at the midpoint: written as symmetric")
+
+
+def _widen(members: Sequence[str], state: State) -> None:
+    """Turn every 4-bit layer of a set to symmetric 8 bit; 8-bit layers keep their zero points."""
+    for name in members:
+        scheme = state.plans[name].scheme
+        if scheme.bits == 4:
+            state.note(name, "widened to symmetric 8 bit", scheme=replace(scheme, bits=8, sym=True))
 
 
 def _claims_asymmetric(name: str, state: State) -> bool:

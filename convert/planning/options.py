@@ -45,6 +45,10 @@ class ConvertOptions:
             raise UsageError(
                 "no such dtype", where="--dtype", expected=", ".join(TAG_OF_NAME), found=self.dtype
             )
+        if self.ignore and self.to == "dense":
+            raise UsageError(
+                "`--ignore` has no meaning with `--to dense`: nothing stays packed", where="--ignore"
+            )
         if self.max_shard_size < MIN_SHARD:
             raise UsageError(
                 "shards would be too small",

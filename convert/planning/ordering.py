@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from w4pack.convert.core import families
-from w4pack.convert.errors import Refused
+from w4pack.convert.errors import Refused, name_some
 from w4pack.convert.planning.decisions import State
 
 PORTABLE_WAYS = (
@@ -91,7 +91,7 @@ def _uneven(name: str, state: State) -> None:
             code="uneven-groups",
             where=f"{name}.g_idx",
             expected=f"{state.layers[name].scheme.group_size} rows in each group",
-            found="other counts",
+            found=f"{name_some([str(c) for c in state.layers[name].order.counts])} rows",
             hint="`--to dense` holds it, `--regroup` re-quantizes it and reports the error",
         )
     )

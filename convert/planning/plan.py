@@ -7,7 +7,8 @@ goes to JSON and back, and its digest identifies the job.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from w4pack import __version__
@@ -71,7 +72,7 @@ class SourceFile:
     sha256: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Everything that decides the output's bytes.
 
@@ -106,13 +107,23 @@ class Plan:
         """Rebuild a plan. Raises ValueError on anything but the result of ``to_json``."""
         return from_plain(cls, value)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """sha256 of the plan's JSON: equal digests mean equal bytes from equal source data."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        """sha256 over the plan's JSON, item by item: equal digests mean equal bytes from equal source data.
 
-    @property
+        Hashes of source files are left out: a run with ``--strict`` is the same job as one without.
+        """
+        sha = hashlib.sha256()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "files":
+                value = tuple(replace(f, sha256=None) for f in value)
+            sha.update(f"\n{field.name}".encode())
+            for item in value if isinstance(value, tuple) else (value,):
+                sha.update(b"\n" + json.dumps(to_plain(item), sort_keys=True, separators=(",", ":")).encode())
+        return sha.hexdigest()
+
+    @cached_property
     def output_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors)

@@ -122,7 +122,7 @@ def foreign_weight(name: str, local: Mapping[str, TensorInfo]) -> W4PackError | 
     if not scales:
         return None
     return Refused(
-        f"a {weight.dtype} weight with `{name_some(scales)}` is another kind of quantization",
+        f"a weight of {weight.dtype} with `{name_some(scales)}` is another kind of quantization",
         code="method-unknown",
         where=weight.name,
         expected="4 or 8 bit integers packed in int32, with scales",

@@ -249,9 +249,14 @@ def _read_zeros(
         label = read.claims.zero_kind if read.claims else None
         if read.options.source_format:
             label = "v2" if read.options.source_format == "gptq_v2" else "v1"
-        return zeros.read_gptq(
-            raw, scheme.bits, claim, read.claims, label, read.options.zero_reading, info.name, warn
-        )
+        how = zeros.GptqZeros(scheme.bits, claim, read.claims, label, read.options.zero_reading, info.name)
+        try:
+            return zeros.read_gptq(raw, how, warn)
+        except Refused as err:
+            if err.code != zeros.AMBIGUOUS:
+                raise
+            read.problems.append(err)  # stops a conversion; questions go on, with the count of such fields
+            return zeros.read_gptq(raw, replace(how, choice="word"), warn)
     if read.options.evidence != "all" and layout not in ("awq-gemv-fast", "awq-gemv", "marlin"):
         raw = ck.rect(info.name, slice(0, SAMPLE_ROWS), slice(None)).view(np.uint32)
         return zeros.ZeroReading("plain", sym=bool((raw == zeros.V2_MIDPOINT[scheme.bits]).all()))

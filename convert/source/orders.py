@@ -25,10 +25,15 @@ OrderKind = Literal["none", "trivial", "block", "groups", "uneven"]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Class of a group map; ``block`` is the row count of the blocks for kind ``block``, else 0."""
+    """Class of a group map.
+
+    block   row count of the blocks for kind ``block``, else 0
+    counts  for kind ``uneven``, the different numbers of rows that groups have
+    """
 
     kind: OrderKind
     block: int = 0
+    counts: tuple[int, ...] = ()
 
     @property
     def is_real(self) -> bool:
@@ -68,4 +73,4 @@ def classify(group: NDArray[np.int32] | None, group_size: int, groups: int) -> O
     counts = np.bincount(group, minlength=groups)
     last = rows - (groups - 1) * group_size
     even = bool((counts[:-1] == group_size).all()) and int(counts[-1]) == last
-    return Order("groups" if even else "uneven")
+    return Order("groups") if even else Order("uneven", counts=tuple(int(c) for c in np.unique(counts)))

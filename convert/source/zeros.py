@@ -21,6 +21,8 @@ V2_MIDPOINT = {4: 0x88888888, 8: 0x80808080}
 DUMMY_WORDS = (0x00000000, 0xFFFFFFFF)
 MINUS_ONE = {4: 0x11111111, 8: 0x01010101}
 
+AMBIGUOUS = "zero-reading"  # code of the refusal for stored zeros that two readings decode differently
+
 Warn = Callable[[str, str, str, str], None]  # code, where, expected, found
 
 
@@ -99,7 +101,7 @@ def _reading_problem(words: NDArray[np.uint32], bits: int, count: int, where: st
     by_nibble = [int(f) + 1 for f in _fields(word, bits)]
     return Refused(
         f"stored zero points of {limit} under a v1 label can be read in two ways",
-        code="zero-reading",
+        code=AMBIGUOUS,
         where=where,
         expected=f"no stored {limit}, or a producer that is known to subtract on whole words",
         found=f"{count} fields; word {first} of group {row}: {by_word} by word, {by_nibble} by nibble",
@@ -107,68 +109,64 @@ def _reading_problem(words: NDArray[np.uint32], bits: int, count: int, where: st
     )
 
 
-def _gptq_asymmetric(
-    words: NDArray[np.uint32],
-    bits: int,
-    label: str | None,
-    claims: Claims | None,
-    choice: str | None,
-    where: str,
-) -> ZeroReading:
-    if label is None:
+@dataclass(frozen=True, slots=True)
+class GptqZeros:
+    """What is known before the zero words of a GPTQ layer are read.
+
+    label   ``v1`` / ``v2`` from the config or ``--source-format``, or None
+    choice  ``word`` / ``nibble`` from ``--zero-reading``, or None
+    where   the tensor, for messages
+    """
+
+    bits: int
+    claim: ModuleClaim
+    claims: Claims | None
+    label: str | None
+    choice: str | None
+    where: str
+
+
+def _gptq_asymmetric(words: NDArray[np.uint32], how: GptqZeros) -> ZeroReading:
+    if how.label is None:
         raise Refused(
             "zero points of an asymmetric GPTQ layer cannot be read without knowing the format version",
             code="zero-version-unknown",
-            where=where,
+            where=how.where,
             expected="a `checkpoint_format` of `gptq` or `gptq_v2` in the quantization config",
             found="no label",
             hint="say which with `--source-format gptq` or `--source-format gptq_v2`",
         )
-    if label == "v2":
+    if how.label == "v2":
         return ZeroReading("v2", sym=False)
-    count = int((_fields(words, bits) == (1 << bits) - 1).sum())
+    count = int((_fields(words, how.bits) == (1 << how.bits) - 1).sum())
     if count == 0:
         return ZeroReading("v1", sym=False)
-    if choice == "nibble":
+    if how.choice == "nibble":
         return ZeroReading("v1-nibble", sym=False, ambiguous=count, overflow=True)
-    if choice == "word" or (claims is not None and claims.word_zeros):
+    if how.choice == "word" or (how.claims is not None and how.claims.word_zeros):
         return ZeroReading("v1", sym=False, ambiguous=count)
-    raise _reading_problem(words, bits, count, where)
+    raise _reading_problem(words, how.bits, count, how.where)
 
 
-def read_gptq(
-    raw: NDArray[Any],
-    bits: int,
-    claim: ModuleClaim,
-    claims: Claims | None,
-    label: str | None,
-    choice: str | None,
-    where: str,
-    warn: Warn,
-) -> ZeroReading:
+def read_gptq(raw: NDArray[Any], how: GptqZeros, warn: Warn) -> ZeroReading:
     """Decide how the ``qzeros`` of one GPTQ layer are read.
 
-    raw     (G, N * bits / 32) int32, or some of its rows
-    label   ``v1`` / ``v2`` from the config or ``--source-format``, or None
-    choice  ``word`` / ``nibble`` from ``--zero-reading``, or None
+    raw  (G, N * bits / 32) int32, or some of its rows
     Raises Refused where the file is ambiguous, SourceError where it is not a zero tensor.
     """
     words = np.ascontiguousarray(raw).view(np.uint32)
     first = int(words.flat[0])
     if bool((words == np.uint32(first)).all()):
-        decided = _gptq_constant(first, bits, label, claim, where, warn)
+        decided = _gptq_constant(first, how.bits, how.label, how.claim, how.where, warn)
         if decided is not None:
             return decided
-    reading = _gptq_asymmetric(words, bits, label, claims, choice, where)
-    if claim.sym is True:
-        group = int(
-            np.flatnonzero(
-                (words != V1_MIDPOINT[bits]).any(axis=1) & (words != V2_MIDPOINT[bits]).any(axis=1)
-            )[0]
-        )
+    reading = _gptq_asymmetric(words, how)
+    if how.claim.sym is True:
+        midpoint = (words == V1_MIDPOINT[how.bits]).all(axis=1) | (words == V2_MIDPOINT[how.bits]).all(axis=1)
+        group = int(np.flatnonzero(~midpoint)[0]) if not midpoint.all() else 0
         warn(
             "sym-flag",
-            f"{where}, group {group}",
+            f"{how.where}, group {group}",
             "every zero point at the midpoint, as `sym` is true",
             "other zero points; asymmetric",
         )
