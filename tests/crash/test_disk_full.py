@@ -215,7 +215,7 @@ def test_a_disk_that_fills_up_later(
         real(*rest)
         filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - (room << 10)))
 
-    for room in range(0, 256, 12):  # noqa: B007  the function above reads it
+    for room in range(0, 256, 12):
         with monkeypatch.context() as patch:
             patch.setattr(conversion, "check_disk", check_then_fill)
             done = convert(source, out, "marlin", *SHARDS)

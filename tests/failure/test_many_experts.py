@@ -47,8 +47,8 @@ def peak_kib(*words: str | Path) -> int:
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of 24 layers of 64 experts, 64 x 64 each: 4608 linears, 18432 tensors, about 13 MB."""
     config = b.qwen3_moe_config(
-        hidden_size=64, moe_intermediate_size=64, num_experts=EXPERTS, num_hidden_layers=LAYERS, vocab_size=64,
-        num_attention_heads=1, num_key_value_heads=1, num_experts_per_tok=4,
+        hidden_size=64, moe_intermediate_size=64, num_experts=EXPERTS, num_hidden_layers=LAYERS,
+        vocab_size=64, num_attention_heads=1, num_key_value_heads=1, num_experts_per_tok=4,
     )  # fmt: skip
     model = b.Model(config, b.skeleton(np.random.default_rng(60), config))
     rng = np.random.default_rng(61)
