@@ -222,6 +222,62 @@ def environment() -> str:
     return f"{smi}; torch {torch.__version__}"
 
 
+VARIANTS = {
+    "fp16 g128": (4, 128, False, torch.float16),
+    "bf16 g128": (4, 128, False, torch.bfloat16),
+    "zero points": (4, 128, True, torch.float16),
+    "g64": (4, 64, False, torch.float16),
+    "g32": (4, 32, False, torch.float16),
+    "one group": (4, -1, False, torch.float16),
+    "8 bit": (8, 128, False, torch.float16),
+}
+
+
+def variant(
+    n: int, k: int, m: int, bits: int, group: int, zeros: bool, dtype: torch.dtype, perm: torch.Tensor | None
+) -> Candidate:
+    """Return the candidate of one kind of weight, through the operators as a layer calls them."""
+    groups = 1 if group == -1 else k // group
+    size = n * k * bits // 8
+    weight = [
+        torch.randint(-(2**31), 2**31 - 1, (k // 16, n * bits // 2), device="cuda", dtype=torch.int32)
+        for _ in range(rotation(size))
+    ]
+    scales = (torch.rand((groups, n), device="cuda") * 0.01 + 0.005).to(dtype)
+    z = torch.randint(0, 2**31 - 1, (groups, n * bits // 32), device="cuda", dtype=torch.int32)
+    x = torch.randn(m, k, device="cuda", dtype=dtype)
+
+    def run(i: int) -> None:
+        given = x if perm is None else ops.gather(x, perm, k)
+        ops.gemm(given, weight[i], scales, z if zeros else None, None, bits, group)
+
+    return Candidate("", run, len(weight))
+
+
+def variants(repeats: int) -> None:
+    """Print the time of each kind of weight beside the first one's."""
+    for n, k in ((57344, 8192), (4096, 14336)):
+        perm = torch.randperm(k, device="cuda").int()
+        kinds = {
+            **{name: (*kind, None) for name, kind in VARIANTS.items()},
+            "act_perm": (*VARIANTS["fp16 g128"], perm),
+        }
+        for m in (1, 16, 64, 1024):
+            found = []
+            for name, kind in kinds.items():
+                found.append(variant(n, k, m, *kind))
+                found[-1].name = name
+            times = race(found, repeats)
+            base = times["fp16 g128"]
+            print(f"{n}x{k} M={m:<5} fp16 g128 {base:8.2f} us", end="")
+            print(
+                "".join(f" | {name} {us / base:.2f}" for name, us in times.items() if name != "fp16 g128"),
+                flush=True,
+            )
+            del found
+            torch.cuda.empty_cache()
+
+
 def main() -> None:
     """Print a line for each point; write JSON to $OUT if set."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -230,9 +286,15 @@ def main() -> None:
     parser.add_argument("--tune", help="JSON list of candidate tiles")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-cublas", action="store_true")
+    parser.add_argument(
+        "--variants", action="store_true", help="other dtypes, groups, widths beside fp16 g128"
+    )
     options = parser.parse_args()
     print(environment(), flush=True)
     card = launch.device(0)
+    if options.variants:
+        variants(options.repeats)
+        return
     rows = []
     for shape in options.shapes.split(","):
         n, k = map(int, shape.split("x"))

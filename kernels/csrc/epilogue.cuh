@@ -17,8 +17,6 @@ template <class T, class F> DEVICE void each_pair(Sums<T> &sums, const F &f) {
         f(2 * j + half, tile, sums[j][tile][2 * half], sums[j][tile][2 * half + 1]);
 }
 
-constexpr u32 SUMS_BARRIER = 15;  // of the threads that hold sums; slots use 1 to 8
-
 template <class T> struct Epilogue {
   const Problem &p;
   const u32 shared_sums;  // SUM_BYTES, after the ring
@@ -48,7 +46,7 @@ template <class T> struct Epilogue {
     each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
       if (!owns(pair)) ptx::store_shared_8(shared_at(slot, pair, tile), make_float2(a, b));
     });
-    ptx::barrier(SUMS_BARRIER, T::THREADS);
+    __syncthreads();
     each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
       if (owns(pair)) {
 #pragma unroll
@@ -60,7 +58,7 @@ template <class T> struct Epilogue {
         }
       }
     });
-    ptx::barrier(SUMS_BARRIER, T::THREADS);
+    __syncthreads();
   }
 
   DEVICE void hand_over(Sums<T> &sums, u32 block) const {
@@ -68,7 +66,7 @@ template <class T> struct Epilogue {
       if (owns(pair)) __stcg(partial_at(block, pair, tile), make_float2(a, b));
     });
     __threadfence();
-    ptx::barrier(SUMS_BARRIER, T::THREADS);
+    __syncthreads();
     if (threadIdx.x == 0) ptx::store_release(p.flags + block, 1);
   }
 
@@ -79,7 +77,7 @@ template <class T> struct Epilogue {
       }
       p.flags[block] = 0;
     }
-    ptx::barrier(SUMS_BARRIER, T::THREADS);
+    __syncthreads();
 #pragma unroll 1
     for (u32 block = from; block < to; block++) {
       each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {

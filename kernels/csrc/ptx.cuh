@@ -32,7 +32,7 @@ DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "mem
 // Waits until at most PENDING of this thread's groups are still on their way.
 template <int PENDING> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// A barrier among the `threads` threads that name the same `id`; id 0 is __syncthreads.
+// A barrier among the `threads` threads that name the same `id`; slots use 1 to 8, id 0 is __syncthreads.
 DEVICE void barrier(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Lets the next kernel of the stream start its prologue now (no effect without programmatic launch).

@@ -22,6 +22,8 @@ for part in "$@"; do
         else
             echo "no compute-sanitizer here"
         fi ;;
-    bench) "$PYTHON" benchmarks/gemm.py ;;
+    bench)
+        "$PYTHON" benchmarks/gemm.py
+        "$PYTHON" benchmarks/gemm.py --variants ;;
     esac
 done
