@@ -146,7 +146,8 @@ def test_check_suggestion_runs_as_it_stands(ordered: Path, tmp_path: Path) -> No
 def test_check_asks_all_engines_by_default(source: Path) -> None:
     done = run("check", source, "--json").expect(3)  # w4pack itself takes artifacts only
     assert done.data["engine"] == "all"
-    assert [answer["engine"] for answer in done.data["engines"]] == ["vllm", "sglang", "transformers", "w4pack"]
+    engines = [answer["engine"] for answer in done.data["engines"]]
+    assert engines == ["vllm", "sglang", "transformers", "w4pack"]
 
 
 def test_verify_json_has_the_documented_keys(source: Path, out: Path) -> None:
