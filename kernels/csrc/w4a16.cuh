@@ -43,7 +43,12 @@ template <class T, class UNIT> DEVICE void w4a16(const Problem &p) {
     for (int unit = segment.begin + slot; unit < segment.end; unit += T::SLOTS) {
       ptx::copy_async_wait<T::AHEAD - 1>();
       if constexpr (T::WGMMA) ptx::fence_async_proxy();
-      ptx::barrier(1 + slot, T::SLOT_THREADS);
+      if constexpr (T::WARPS == 1)
+        __syncwarp();
+      else if constexpr (T::SLOTS == 1)
+        __syncthreads();
+      else
+        ptx::barrier(1 + slot, T::SLOT_THREADS);
       if (feed.valid()) {
         feed.loader.weights(free_stage, feed.unit);
         feed.loader.activations(free_stage);
