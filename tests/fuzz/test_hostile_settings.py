@@ -350,7 +350,7 @@ def campaign(base: Path, folder: Path, file: str, inside: str | None, count: int
 
 @pytest.mark.parametrize("dialect", SETTINGS)
 def test_damaged_quantization_config(dialect: str, bases: Path, tmp_path: Path) -> None:
-    work = campaign(bases / dialect, tmp_path, "config.json", "quantization_config", 320 * TIMES)
+    work = campaign(bases / dialect, tmp_path, "config.json", "quantization_config", 250 * TIMES)
     work.verdict()
     assert min(work.outcomes["0"], work.outcomes["3"]) > 20, work.outcomes
 
@@ -383,7 +383,7 @@ def of_an_output(out: Path, rng: Rng, bases: Path) -> tuple[str | Path, ...]:
 
 
 @pytest.mark.parametrize(
-    ("file", "inside", "count"), [("config.json", "quantization_config", 500), ("w4pack.json", None, 700)]
+    ("file", "inside", "count"), [("config.json", "quantization_config", 500), ("w4pack.json", None, 600)]
 )
 def test_damaged_artifact(file: str, inside: str | None, count: int, bases: Path, tmp_path: Path) -> None:
     work = Campaign(tmp_path)
