@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import click
 
-from w4pack.convert.errors import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_VERIFY, W4PackError
+from w4pack.convert.errors import EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_VERIFY, W4PackError
 
 if TYPE_CHECKING:
     from w4pack.convert.jobs.execute import StopFlag
@@ -407,11 +407,17 @@ def _stop_flag() -> "StopFlag":
 
 def main() -> None:
     """Entry point of the ``w4pack`` command."""
+    for stream in (sys.stdout, sys.stderr):  # names of strangers' files may hold what no terminal can show
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         code = root.main(prog_name="w4pack", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else EXIT_OK)
-    except click.Abort:
-        sys.exit(EXIT_FAILED)
+    except (click.Abort, KeyboardInterrupt):
+        from w4pack.convert.errors import EXIT_SIGINT
+
+        print("error: stopped by a signal", file=sys.stderr)
+        sys.exit(EXIT_SIGINT)
     except click.ClickException as err:
         _usage(err)
 

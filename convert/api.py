@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from w4pack.convert.core.facts import ModelFacts, Warning_
+from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.events import Quiet, Reporter
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
@@ -121,7 +122,6 @@ def verify(
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
     """Verify an output, and compare it with its source. Returns the object of ``verify --json``."""
-    from w4pack.convert.errors import SourceError
     from w4pack.convert.jobs import manifest
     from w4pack.convert.jobs.verify import compare_plain, verify_output
 
@@ -138,7 +138,7 @@ def verify(
                     proof = compare_plain(made, checkpoint, str(out), str(against))
                 else:
                     value = manifest.load(folder)
-                    options = ConvertOptions.from_chosen(dict(value["options"]))
+                    options = _recorded(value, folder)
                     source = read_source(checkpoint, detect_options(options))
                     proof = verify_output(made, value, source, str(out), str(against), workers)
     return {
@@ -151,6 +151,19 @@ def verify(
         "compared": proof.compared,
         "failures": [asdict(f) for f in proof.failures],
     }
+
+
+def _recorded(value: Mapping[str, Any], folder: Path) -> ConvertOptions:
+    """Return the options that a manifest records. Raises SourceError if it records none that make sense."""
+    try:
+        options = ConvertOptions.from_chosen(dict(value["options"]))
+        options.check()
+    except UsageError as err:
+        where = f"{folder / 'w4pack.json'}: options"
+        raise SourceError(
+            err.what, code="manifest", where=where, expected=err.expected, found=err.found
+        ) from err
+    return options
 
 
 def unpack(

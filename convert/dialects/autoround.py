@@ -8,8 +8,8 @@ alone.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from w4pack.convert.core import families
-from w4pack.convert.dialects import Claims, ModuleClaim, patterns, reading
+from w4pack.convert.core import families, patterns
+from w4pack.convert.dialects import Claims, ModuleClaim, reading
 
 METHODS = ("auto-round", "auto_round", "autoround", "intel/auto-round", "inc")
 

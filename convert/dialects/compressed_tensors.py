@@ -8,9 +8,9 @@ anything to us, who see names alone.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from w4pack.convert.core import families
+from w4pack.convert.core import families, patterns
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
-from w4pack.convert.dialects import Claims, ModuleClaim, TargetModel, patterns, reading
+from w4pack.convert.dialects import Claims, ModuleClaim, TargetModel, reading
 from w4pack.convert.dialects.rules import products
 
 METHODS = ("compressed-tensors", "compressed_tensors")

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from w4pack.convert.core import families
-from w4pack.convert.dialects import Claims, ModuleClaim, TargetModel, patterns, reading
+from w4pack.convert.core import families, patterns
+from w4pack.convert.dialects import Claims, ModuleClaim, TargetModel, reading
 from w4pack.convert.dialects.rules import anchored, common_scheme, with_fused
 
 METHODS = ("gptq", "gptq_marlin", "auto_gptq", "auto-gptq", "marlin")

@@ -3,12 +3,12 @@
 Only the keys that engine rules compare are read here; whether a label is true is what the rules are about.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from w4pack.convert.core.families import is_lm_head
+from w4pack.convert.core.patterns import Matcher, matcher, searcher
 
 METHODS: Mapping[str, str] = {
     "gptq": "gptq",
@@ -103,14 +103,6 @@ def read_labels(config: Mapping[str, Any] | None, built_as: Callable[[str], str]
     return Labels(method, packing, reader(config, built_as) if reader else lambda name: NOTHING)
 
 
-def compiled(pattern: object) -> re.Pattern[str] | None:
-    """Compile a pattern from a config; None if it is no pattern."""
-    try:
-        return re.compile(str(pattern))
-    except re.error:
-        return None
-
-
 def _gptq(config: Mapping[str, Any], built_as: Callable[[str], str] | None) -> Lookup:
     base = Label(
         bits=whole_number(config.get("bits")),
@@ -124,16 +116,16 @@ def _gptq(config: Mapping[str, Any], built_as: Callable[[str], str] | None) -> L
 
     def lookup(name: str) -> Label:
         for skip, pattern, values in rules:
-            if built_as is not None and pattern.match(built_as(name)):
+            if built_as is not None and pattern(built_as(name)):
                 return Label(quantized=False) if skip else _overridden(base, values)
         return head if is_lm_head(name) else base
 
     return lookup
 
 
-def _dynamic(rules: Mapping[str, Any]) -> Iterable[tuple[bool, re.Pattern[str], Mapping[str, Any]]]:
+def _dynamic(rules: Mapping[str, Any]) -> Iterable[tuple[bool, Matcher, Mapping[str, Any]]]:
     for key, values in rules.items():
-        pattern = compiled(str(key).removeprefix("-:").removeprefix("+:"))
+        pattern = matcher(str(key).removeprefix("-:").removeprefix("+:"))
         if pattern is not None:
             yield str(key).startswith("-:"), pattern, values if isinstance(values, Mapping) else {}
 
@@ -167,10 +159,10 @@ def _awq(config: Mapping[str, Any], built_as: Callable[[str], str] | None) -> Lo
     return lookup
 
 
-def targets_of(values: object) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+def targets_of(values: object) -> tuple[frozenset[str], tuple[Matcher, ...]]:
     """Split a list of names, class names and ``re:`` patterns into a set and compiled patterns."""
     words = [v for v in values if isinstance(v, str)] if isinstance(values, (list, tuple)) else []
-    patterns = (compiled(v.removeprefix("re:")) for v in words if v.startswith("re:"))
+    patterns = (matcher(v.removeprefix("re:")) for v in words if v.startswith("re:"))
     return frozenset(v for v in words if not v.startswith("re:")), tuple(p for p in patterns if p is not None)
 
 
@@ -184,10 +176,10 @@ def _compressed_tensors(config: Mapping[str, Any], built_as: Callable[[str], str
     ignored, ignored_patterns = targets_of(config.get("ignore"))
 
     def lookup(name: str) -> Label:
-        if name in ignored or any(p.match(name) for p in ignored_patterns):
+        if name in ignored or any(p(name) for p in ignored_patterns):
             return Label(quantized=False)
         for names, patterns, label in rows:
-            if name in names or any(p.match(name) for p in patterns):
+            if name in names or any(p(name) for p in patterns):
                 return label
         by_class = None if is_lm_head(name) else next((x for names, _, x in rows if "Linear" in names), None)
         return by_class or Label(quantized=False)
@@ -195,7 +187,7 @@ def _compressed_tensors(config: Mapping[str, Any], built_as: Callable[[str], str
     return lookup
 
 
-def _ct_group(group: Mapping[str, Any]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...], Label]:
+def _ct_group(group: Mapping[str, Any]) -> tuple[frozenset[str], tuple[Matcher, ...], Label]:
     weights = group.get("weights")
     weights = weights if isinstance(weights, Mapping) else {}
     size = whole_number(weights.get("group_size"))
@@ -221,13 +213,13 @@ def _autoround(config: Mapping[str, Any], built_as: Callable[[str], str] | None)
     extra = config.get("extra_config")
     special = {k: v for k, v in extra.items() if isinstance(v, Mapping)} if isinstance(extra, Mapping) else {}
     patterns = [
-        (compiled(k), v) for k, v in special.items() if not k.replace(".", "").replace("_", "").isalnum()
+        (searcher(k), v) for k, v in special.items() if not k.replace(".", "").replace("_", "").isalnum()
     ]
 
     def lookup(name: str) -> Label:
         values = special.get(name)
         if values is None:
-            values = next((v for p, v in patterns if p is not None and p.search(name)), None)
+            values = next((v for p, v in patterns if p is not None and p(name)), None)
         if values is None:
             return Label(quantized=False) if is_lm_head(name) else base
         label = _overridden(base, values)

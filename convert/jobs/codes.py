@@ -90,18 +90,21 @@ def _elements(index: Index, size: int, unit: int, elems: int, step: int) -> tupl
 
 
 def _pick(words: NDArray[np.uint32], bits: int, rows: Index, cols: Index) -> NDArray[np.uint32]:
-    """Take rows and columns of a block of words; rows are counted in codes."""
+    """Take rows (in codes) and columns of a block of words; fields past the last row become zero."""
     if not (isinstance(cols, slice) and cols.start == 0 and cols.stop == words.shape[1]):
         words = np.ascontiguousarray(words[:, cols])
     per = 32 // bits
-    if (
-        isinstance(rows, slice)
-        and rows.start % per == 0
-        and (rows.stop % per == 0 or -(-rows.stop // per) == words.shape[0])
-    ):
-        return words[rows.start // per : -(-rows.stop // per)]
+    if isinstance(rows, slice) and rows.start % per == 0:
+        picked = words[rows.start // per : -(-rows.stop // per)]
+        return _without_fill(picked, bits, rows.stop % per) if rows.stop % per else picked
     order = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
     return bitpack.permute_rows(words, bits, order)
+
+
+def _without_fill(words: NDArray[np.uint32], bits: int, codes: int) -> NDArray[np.uint32]:
+    """Return the words with only ``codes`` codes left in the last row of words."""
+    last = words[-1:] & np.uint32((1 << (codes * bits)) - 1)
+    return np.concatenate([words[:-1], last])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

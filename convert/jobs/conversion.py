@@ -28,7 +28,6 @@ from w4pack.convert.source.detect import Source
 MEMORY = 192 << 20  # bytes above the imports that a conversion needs at most (measured: benchmarks)
 HEAD_BYTES = 1 << 20  # bytes of a pickle that identify it without ``--strict``
 PASSING = ("resume-differs", "unreadable", "file-too-short")  # errors after which `--resume` may work
-DISK_SLACK = 16 << 20  # bytes for manifest, journal and folders
 
 CardMaker = Callable[[Plan, Mapping[str, float]], str]  # plan, error of each re-quantized layer -> README.md
 OnPlan = Callable[[Plan, Sequence[Warning_], ModelFacts, Source], None]
@@ -218,9 +217,9 @@ def _write_rest(
     checkpoint = source.checkpoint
     original = manifest.of_store(checkpoint.store.read, checkpoint.store.files())
     value = manifest.build(plan, source, written, original)
-    sidefiles.copy_side_files(checkpoint, folder)
+    side_files = sidefiles.copy_side_files(checkpoint, folder)
     text = card(plan, _errors(written)) if card else None
-    sidefiles.write_rest(folder, plan, source.config, value, text)
+    sidefiles.write_rest(folder, plan, source.config, side_files, value, text)
 
 
 def check_place(source: Source, out: Path, running: Running) -> None:
@@ -258,7 +257,7 @@ def check_disk(plan: Plan, staging: Staging) -> None:
         if staging.out.is_dir()
         else 0
     )
-    needed = plan.output_bytes + DISK_SLACK - have
+    needed = plan.disk_bytes - have
     free = shutil.disk_usage(place).free
     if free < needed:
         raise OutputError(

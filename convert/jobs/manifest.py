@@ -3,8 +3,9 @@
 Deterministic: no dates, no local paths.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def build(plan: Plan, source: Source, written: Written, original: Mapping[str, A
         "lossless": plan.lossless,
         "plan": plan.digest,
         "source": {"origin": plan.origin, "files": to_plain(plan.files)},
+        "files": {},
     }
     if original is not None:
         manifest["original"] = original.get("original", original.get("source"))
@@ -114,8 +116,15 @@ def _unpack(plan: Plan, source: Source, written: Written) -> dict[str, Any]:
             {"name": n, "dtype": checkpoint.tensors[n].dtype, "shape": list(checkpoint.tensors[n].shape)}
             for n in plan.dropped
         ],
+        "source_tensors": names_digest((t.name, t.dtype, t.shape) for t in checkpoint.tensors.values()),
         "configs": {name: raw.decode("utf-8", "surrogateescape") for name, raw in checkpoint.raw.items()},
     }
+
+
+def names_digest(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> str:
+    """Return a digest of names, dtypes and shapes: what `unpack` must come to, whatever the records say."""
+    lines = sorted(f"{name} {dtype} {list(shape)}" for name, dtype, shape in tensors)
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _dense(plan: DensePlan, checkpoint: Checkpoint, written: Written) -> dict[str, Any]:
@@ -193,6 +202,7 @@ def check(value: Any, path: Path) -> None:
         "layers": dict,
         "source": dict,
         "lossless": bool,
+        "files": dict,
     }
     if not isinstance(value, dict):
         raise SourceError("the manifest is not a JSON object", code="manifest", where=str(path))
@@ -214,6 +224,9 @@ def check(value: Any, path: Path) -> None:
             expected=str(FORMAT_VERSION),
             found=str(version),
         )
+    for name, sha in value["files"].items():
+        if not isinstance(sha, str):
+            raise SourceError("the manifest is damaged", code="manifest", where=f"{path}: files.{name}")
     for name, entry in value["tensors"].items():
         if not (
             isinstance(entry, dict)

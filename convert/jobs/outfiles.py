@@ -51,6 +51,10 @@ class OutFiles:
 
     def write(self, tensor: OutTensor, offset: int, data: NDArray[Any]) -> None:
         """Write contiguous bytes of a tensor from ``offset`` (bytes within the tensor) on."""
+        if offset < 0 or offset + data.nbytes > tensor.nbytes:
+            raise ValueError(
+                f"a write past the end of {tensor.name}: {offset} + {data.nbytes} of {tensor.nbytes} bytes"
+            )
         with writing(self.folder / tensor.shard, self._needed):
             step()
             raw = np.ascontiguousarray(data).data.cast("B")
@@ -58,8 +62,12 @@ class OutFiles:
 
     def write_rect(self, tensor: OutTensor, row: int, col: int, block: NDArray[Any]) -> None:
         """Write a rectangle of a 2-D tensor whose first element is (row, col)."""
-        width = tensor.shape[1]
+        height, width = tensor.shape
         size = block.dtype.itemsize
+        if row + block.shape[0] > height or col + block.shape[1] > width:
+            raise ValueError(
+                f"a write past the edge of {tensor.name}: {block.shape} at {row}, {col} of {tensor.shape}"
+            )
         if block.shape[1] == width:
             self.write(tensor, row * width * size, block)
             return

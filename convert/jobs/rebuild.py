@@ -173,6 +173,13 @@ def pack_array(values: NDArray[Any]) -> str:
 
 def unpack_bytes(text: str, size: int, where: str) -> bytes:
     """Unfold text made by this module to exactly ``size`` bytes. Raises SourceError on anything else."""
+    if not 0 <= size <= MAX_INLINE:
+        raise SourceError(
+            "the manifest holds too much data",
+            code="manifest",
+            where=where,
+            expected=f"at most {MAX_INLINE} bytes",
+        )
     try:
         raw = base64.b64decode(text, validate=True)
         unfold = zlib.decompressobj()
@@ -181,7 +188,7 @@ def unpack_bytes(text: str, size: int, where: str) -> bytes:
         raise SourceError(
             "the manifest holds data that does not unfold", code="manifest", where=where
         ) from err
-    if len(data) != size or size > MAX_INLINE:
+    if len(data) != size:
         raise SourceError(
             "the manifest holds data of the wrong size",
             code="manifest",

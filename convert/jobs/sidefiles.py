@@ -3,6 +3,7 @@
 config.json comes last: a folder without it loads nowhere.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -18,22 +19,23 @@ from w4pack.convert.planning.plan import Plan, output_config
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"
+TWO_SETTINGS = ("gptq", "marlin-legacy")  # targets whose readers also look for quantize_config.json
 
 
-def copy_side_files(checkpoint: Checkpoint, out: Path, *, keep_card: bool = False) -> list[str]:
-    """Copy every side file byte for byte; the source's card makes way for ours unless ``keep_card``."""
-    written = []
+def copy_side_files(checkpoint: Checkpoint, out: Path) -> dict[str, str]:
+    """Copy every side file byte for byte; the source's card makes way for ours. Returns name -> sha256."""
+    written = {}
     for name in checkpoint.side_files:
         if name == manifest.NAME:
             continue
-        target = SOURCE_CARD if name == CARD and not keep_card else name
-        copy_file(checkpoint, name, out / target)
-        written.append(target)
+        target = SOURCE_CARD if name == CARD else name
+        written[target] = copy_file(checkpoint, name, out / target)
     return written
 
 
-def copy_file(checkpoint: Checkpoint, name: str, path: Path) -> None:
-    """Copy one file of the source to ``path`` and fsync it."""
+def copy_file(checkpoint: Checkpoint, name: str, path: Path) -> str:
+    """Copy one file of the source to ``path`` and fsync it. Returns its sha256."""
+    sha = hashlib.sha256()
     blob = checkpoint.store.blob(name)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,9 +44,11 @@ def copy_file(checkpoint: Checkpoint, name: str, path: Path) -> None:
         try:
             for offset, data in chunks(blob.read_into, blob.size):
                 write_all(fd, memoryview(data), offset)
+                sha.update(data)
             os.fsync(fd)
         finally:
             os.close(fd)
+    return sha.hexdigest()
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
@@ -56,16 +60,26 @@ def write_rest(
     out: Path,
     plan: Plan,
     source_config: Mapping[str, Any],
+    side_files: Mapping[str, str],
     manifest_value: Mapping[str, Any],
     card: str | None,
 ) -> None:
-    """Write index, second settings file, card, manifest and, last, config.json."""
+    """Write index, second settings file, card, manifest and, last, config.json.
+
+    The manifest gets the hash of every file but itself and the card, into which `verify` results are written.
+    """
+    made = {"config.json": config_bytes(output_config(source_config, plan))}
     shards = plan.shards()
     if len(shards) > 1:
-        write_file(out / "model.safetensors.index.json", tensorfile.index_json(shards))
-    if plan.target in ("gptq", "marlin-legacy") and plan.quant_config is not None:
-        write_file(out / "quantize_config.json", config_bytes(plan.quant_config))
+        made["model.safetensors.index.json"] = tensorfile.index_json(shards)
+    if plan.target in TWO_SETTINGS and plan.quant_config is not None:
+        made["quantize_config.json"] = config_bytes(plan.quant_config)
+    for name, data in made.items():
+        if name != "config.json":
+            write_file(out / name, data)
     if card is not None:
         write_file(out / CARD, card.encode())
-    write_file(out / manifest.NAME, manifest.dump(manifest_value))
-    write_file(out / "config.json", config_bytes(output_config(source_config, plan)))
+    hashes = {**side_files, **{name: hashlib.sha256(data).hexdigest() for name, data in made.items()}}
+    files = dict(sorted(hashes.items()))
+    write_file(out / manifest.NAME, manifest.dump({**manifest_value, "files": files}))
+    write_file(out / "config.json", made["config.json"])

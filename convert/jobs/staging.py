@@ -19,8 +19,10 @@ from w4pack.convert.errors import OutputError
 
 STAGING_SUFFIX = ".w4pack-staging"
 OLD_SUFFIX = ".w4pack-old"
+REPLACING = "replacing"  # mark in the staging folder: OUT.w4pack-old is the OUT that is being replaced
 EXIT_AT = "W4PACK_TEST_EXIT_AT"  # tests: leave the process, without any cleanup, at the n-th step
 TEST_EXIT_CODE = 99
+MODEL_FILES = ("config.json", "w4pack.json")
 PIECE = 1 << 20  # bytes
 
 _steps = 0
@@ -142,8 +144,10 @@ class Staging:
         Raises OutputError if OUT has content and ``overwrite`` is not given, or if another process is at
         work.
         """
-        found = self.root.is_dir()
+        found = self.root.is_dir() or self.root.is_symlink()
         self.discarded = False
+        if found:
+            self._refuse_foreign()
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -161,18 +165,41 @@ class Staging:
             self.out.mkdir(exist_ok=True)
         return found and resume and self.journal.is_file()
 
+    def _refuse_foreign(self) -> None:
+        """Raise OutputError if what has the staging folder's name was not made by an earlier run."""
+        names = (
+            set()
+            if self.root.is_symlink() or not self.root.is_dir()
+            else {p.name for p in self.root.iterdir()}
+        )
+        ours = (
+            names <= {"journal.jsonl", "out", REPLACING} and not self.root.is_symlink() and self.root.is_dir()
+        )
+        begun = self.journal.is_file() or not (self.out.is_dir() and any(self.out.iterdir()))
+        if not (ours and begun and not self.out.is_symlink()):
+            raise OutputError(
+                "something that is not ours has the name of the staging folder",
+                code="output-exists",
+                where=str(self.root),
+                expected="a folder that an earlier run left, or nothing",
+                found="other content",
+                hint="move it away, or choose another OUT",
+            )
+
     def _recover(self) -> None:
-        """Finish what an overwrite that died left between its renames."""
-        if not self.target.exists() and self.old.is_dir():
+        """Finish what an overwrite that died left between its renames; its mark says that OLD is ours."""
+        if (self.root / REPLACING).exists() and not self.target.exists() and self.old.is_dir():
             step()
             self.old.rename(self.target)
         self.remove_old()
 
     def remove_old(self) -> None:
         """Remove what an overwrite moved aside, if a new OUT stands in its place."""
-        if self.old.is_dir() and self.target.exists():
+        mark = self.root / REPLACING
+        if mark.exists() and self.old.is_dir() and self.target.exists():
             step()
             shutil.rmtree(self.old)
+        mark.unlink(missing_ok=True)
 
     def _take_lock(self) -> None:
         self._lock = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -201,13 +228,25 @@ class Staging:
                 sync_folder(Path(folder))
             had_old = overwrite and self.target.exists() and any(self.target.iterdir())
             if had_old:
-                step()
-                self.target.rename(self.old)
+                self._move_aside()
             step()
             self.out.rename(self.target)
             sync_folder(self.target.parent)
             self.remove_old()
             self.discard()
+
+    def _move_aside(self) -> None:
+        if self.old.exists() or self.old.is_symlink():
+            raise OutputError(
+                "the place for the old OUT is taken",
+                code="output-exists",
+                where=str(self.old),
+                hint="move it away, then run the same command with `--resume`",
+            )
+        write_file(self.root / REPLACING, b"")
+        sync_folder(self.root)
+        step()
+        self.target.rename(self.old)
 
     def discard(self) -> None:
         """Remove the staging folder: the work is published, or cannot be continued."""
@@ -228,6 +267,13 @@ def check_free(out: Path, *, overwrite: bool) -> None:
         raise OutputError("OUT is a link to nothing", code="output-exists", where=str(out))
     if not out.exists():
         return
+    if out.is_mount():
+        raise OutputError(
+            "OUT is a mount point, which no rename can replace",
+            code="output-exists",
+            where=str(out),
+            hint=f"write to a folder inside it: {out / 'model'}",
+        )
     if not out.is_dir():
         raise OutputError(
             "OUT is a file",
@@ -236,7 +282,17 @@ def check_free(out: Path, *, overwrite: bool) -> None:
             expected="a new or an empty folder",
             found="a file",
         )
-    if any(out.iterdir()) and not overwrite:
+    names = {p.name for p in out.iterdir()}
+    if names and overwrite and not any(n in MODEL_FILES or n.endswith(".safetensors") for n in names):
+        raise OutputError(
+            "OUT holds no model, so `--overwrite` does not replace it",
+            code="output-exists",
+            where=str(out),
+            expected="an earlier output, a model, or an empty folder",
+            found=", ".join(sorted(names)[:3]),
+            hint="remove it yourself, or choose another folder",
+        )
+    if names and not overwrite:
         raise OutputError(
             "OUT is not empty",
             code="output-exists",
@@ -248,13 +304,15 @@ def check_free(out: Path, *, overwrite: bool) -> None:
 
 
 def check_apart(source: Path, out: Path) -> None:
-    """Raise OutputError if OUT lies in SRC, is SRC, or holds SRC: the source is never written."""
+    """Raise OutputError if OUT, or a folder made beside it, overlaps SRC, which is never written."""
     src, dst = source.resolve(), out.resolve()
-    if src == dst or src in dst.parents or dst in src.parents:
-        raise OutputError(
-            "OUT and SRC overlap",
-            code="output-in-source",
-            where=str(out),
-            expected="a folder apart from the source",
-            found=f"source {source}",
-        )
+    beside = [dst.parent / (dst.name + suffix) for suffix in (STAGING_SUFFIX, OLD_SUFFIX)]
+    for place in (dst, *beside):
+        if src == place or src in place.parents or place in src.parents:
+            raise OutputError(
+                "OUT and SRC overlap",
+                code="output-in-source",
+                where=str(out),
+                expected="a folder apart from the source",
+                found=f"source {source}",
+            )

@@ -7,6 +7,7 @@ whole. What was lossy (re-quantized, dequantized, rounded) cannot go back, and i
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 
 from w4pack import __version__
 from w4pack.convert import formats
-from w4pack.convert.core.order import sorted_rows
 from w4pack.convert.core.quantlinear import GroupParams
+from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import Refused, SourceError, VerifyError, name_some
 from w4pack.convert.files import tensorfile
 from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
@@ -30,10 +31,10 @@ from w4pack.convert.jobs.rebuild import (
     inverse,
     kept_array,
     rebuild_small,
-    record_from,
     source_columns,
     unpack_array,
 )
+from w4pack.convert.jobs.records import DenseRecord, Records
 from w4pack.convert.jobs.staging import write_file
 from w4pack.convert.jobs.verify import check_output
 from w4pack.convert.planning.options import DEFAULT_SHARD
@@ -46,71 +47,20 @@ from w4pack.convert.source.zeros import ZeroReading
 TARGET = "unpack"
 
 
-class Unpacking:
-    """The manifest's word on how every tensor goes back, checked against the artifact."""
-
-    def __init__(self, source: Source, value: Mapping[str, Any]) -> None:
-        record = value.get("unpack")
-        if not isinstance(record, dict):
-            raise Refused(
-                "only artifacts can be unpacked",
-                code="not-an-artifact",
-                where=source.checkpoint.store.label,
-                expected="an output of `--to marlin`",
-                found=f"an output of `--to {value['target']}`",
-            )
-        self.source = source
-        self.made = {layer.name: layer for layer in source.layers}
-        try:
-            self.layers = {name: record_from(item) for name, item in record["layers"].items()}
-            self.dense: list[Mapping[str, Any]] = [dict(item) for item in record["dense"]]
-            self.dropped: list[Mapping[str, Any]] = [dict(item) for item in record["dropped"]]
-            self.configs: Mapping[str, str] = dict(record["configs"])
-        except (KeyError, TypeError, AttributeError, ValueError) as err:
-            raise SourceError(
-                "the manifest does not say how to unpack",
-                code="manifest",
-                where=manifest.NAME,
-                found=repr(err),
-            ) from err
-        self.by_source = {rec.name: rec for rec in self.layers.values()}
-        self._refuse_lossy(value)
-
-    def _refuse_lossy(self, value: Mapping[str, Any]) -> None:
-        lossy = [rec.name for rec in self.layers.values() if not rec.lossless]
-        if lossy:
-            reason = value["layers"].get(lossy[0], {}).get("reason", "not kept bit for bit")
-            raise Refused(
-                "some layers cannot go back: their codes are not in the artifact",
-                code="not-invertible",
-                where=name_some(lossy),
-                expected="layers kept bit for bit",
-                found=f"{len(lossy)} layers that are not ({reason})",
-                hint="keep the source; the artifact itself stays usable",
-            )
-
-    def order_of(self, source_name: str | None) -> NDArray[np.int32] | None:
-        """Return the sorting of a folded down projection, by its source name."""
-        if source_name is None:
-            return None
-        rec = self.by_source[source_name]
-        return sorted_rows(unpack_array(rec.group, rec.scheme.in_features)) if rec.group else None
-
-
-def unpack_plan(unpacking: Unpacking) -> Plan:
+def unpack_plan(records: Records, checkpoint: Checkpoint) -> Plan:
     """Plan every tensor of the source's form."""
     tensors: list[tensorfile.TensorInfo] = []
     groups: dict[str, str] = {}
     ops: list[Op] = []
-    for item in unpacking.dense:
-        info = _stored(unpacking.source.checkpoint, item["name"])
-        tensors.append(tensorfile.new_tensor(item["source"], info.dtype, item["source_shape"]))
-        same = item["rows_from"] is None and tuple(item["source_shape"]) == info.shape
-        ops.append(Op("copy" if same else "dense", item["name"], (item["source"],)))
-    for item in unpacking.dropped:
-        tensors.append(tensorfile.new_tensor(item["name"], item["dtype"], item["shape"]))
-        ops.append(Op("zeros", item["name"], (item["name"],)))
-    for name, rec in unpacking.layers.items():
+    for item in records.dense:
+        info = checkpoint.tensors[item.name]
+        tensors.append(tensorfile.new_tensor(item.source, info.dtype, item.source_shape))
+        same = item.rows_from is None and tuple(item.source_shape) == info.shape
+        ops.append(Op("copy" if same else "dense", item.name, (item.source,)))
+    for gone in records.dropped:
+        tensors.append(tensorfile.new_tensor(gone.name, gone.dtype, gone.shape))
+        ops.append(Op("zeros", gone.name, (gone.name,)))
+    for name, rec in records.layers.items():
         kept = (rec.codes, *rec.small)
         tensors += [tensorfile.new_tensor(f"{rec.name}.{k.suffix}", k.dtype, k.shape) for k in kept]
         groups.update({f"{rec.name}.{k.suffix}": rec.name for k in kept} | {f"{rec.name}.bias": rec.name})
@@ -119,7 +69,6 @@ def unpack_plan(unpacking: Unpacking) -> Plan:
     placed = tuple(
         OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors
     )
-    checkpoint = unpacking.source.checkpoint
     return Plan(
         version=__version__,
         target=TARGET,
@@ -138,20 +87,13 @@ def unpack_plan(unpacking: Unpacking) -> Plan:
     )
 
 
-def _stored(checkpoint: Checkpoint, name: str) -> tensorfile.TensorInfo:
-    info = checkpoint.tensors.get(name)
-    if info is None:
-        raise SourceError("the artifact lacks a tensor of its manifest", code="missing-tensor", where=name)
-    return info
-
-
 class UnpackRecipe:
     """Does the operations of an unpack plan."""
 
-    def __init__(self, unpacking: Unpacking) -> None:
-        self.unpacking = unpacking
-        self.checkpoint = unpacking.source.checkpoint
-        self.dense = {item["name"]: item for item in unpacking.dense}
+    def __init__(self, records: Records, checkpoint: Checkpoint) -> None:
+        self.records = records
+        self.checkpoint = checkpoint
+        self.dense = {item.name: item for item in records.dense}
 
     def start(self, op: Op, out: OutFiles) -> work.OpRun:
         """See ``work.Recipe``."""
@@ -167,27 +109,25 @@ class UnpackRecipe:
             run.tasks = self._layer(op.source, out)
         return run
 
-    def _dense(self, item: Mapping[str, Any], target: OutTensor) -> NDArray[Any]:
-        order = self.unpacking.order_of(item["rows_from"])
-        values = self.checkpoint.read(item["name"])
-        rows = column_map(order, item["halves"], target.shape[0], values.shape[0])
+    def _dense(self, item: DenseRecord, target: OutTensor) -> NDArray[Any]:
+        order = self.records.order_of(item.rows_from)
+        values = self.checkpoint.read(item.name)
+        rows = column_map(order, item.halves, target.shape[0], values.shape[0])
         back = None if rows is None else inverse(rows, target.shape[0])
         return work.reordered(values, back, target.shape)
 
     def _layer(self, name: str, out: OutFiles) -> list[work.Task]:
-        rec = self.unpacking.layers[name]
+        rec = self.records.layers[name]
         small, code_map = self.parts(name)
         return work.pack_tasks(code_map, rec.layout, out, rec.name, small)
 
     def parts(self, name: str) -> tuple[dict[str, NDArray[Any]], CodeMap]:
         """Return the source's small tensors and the map of its codes, from the artifact's layer ``name``."""
-        rec = self.unpacking.layers[name]
-        layer = self.unpacking.made.get(name)
-        if layer is None:
-            raise SourceError("the artifact lacks a layer of its manifest", code="missing-tensor", where=name)
+        rec = self.records.layers[name]
+        layer = self.records.made[name]
         params = source_params(self.checkpoint, layer)
-        order = self.unpacking.order_of(rec.name) if rec.rows == "sorted" else None
-        cols = source_columns(rec, self.unpacking.order_of(rec.cols_from), layer.scheme.out_features)
+        order = self.records.order_of(rec.name) if rec.rows == "sorted" else None
+        cols = source_columns(rec, self.records.order_of(rec.cols_from), layer.scheme.out_features)
         small = rebuild_small(rec, params, layer.scheme, order, cols)
         small |= {k.suffix: kept_array(k, f"{name}.{k.suffix}") for k in rec.small if k.data is not None}
         wanted = {k.suffix for k in rec.small}
@@ -209,24 +149,35 @@ class UnpackRecipe:
             decoded = formats.get(rec.layout).decode_params(small, out, rec.zero_kind)
             group = unpack_array(rec.group, out.in_features) if rec.group else None
             restored = GroupParams(decoded.scales, decoded.zeros, group)
-        zeros = np.zeros((out.groups, out.out_features), np.uint8)
+        if "act_perm" in small:  # the source stored its rows sorted
+            perm = small["act_perm"]
+            rows = perm.astype(np.int32) if rows is None else rows[perm]
+        zeros = _fill(formats.get(rec.layout), small, out)
         return CodeMap(reader, out, rows, cols, zeros, None, restored=restored)
 
 
-def prove(unpacking: Unpacking, recipe: UnpackRecipe, folder: Path, hashes: Mapping[str, str]) -> int:
+def _fill(layout: ModuleType, small: Mapping[str, NDArray[Any]], scheme: QuantScheme) -> NDArray[np.uint8]:
+    """Return the zero points that padded codes take, for a layout that pads; elsewhere nothing is padded."""
+    if not hasattr(layout, "pad_params"):
+        return np.zeros((scheme.groups, scheme.out_features), np.uint8)
+    padded: NDArray[np.uint8] = layout.pad_params(layout.decode_params(small, scheme, "plain"), scheme)[1]
+    return padded
+
+
+def prove(records: Records, recipe: UnpackRecipe, folder: Path, hashes: Mapping[str, str]) -> int:
     """Compare what was written with the artifact before it is published. Returns the tensors proved.
 
     Small and plain tensors are compared with the hashes taken from the source while converting; codes are
     read back through the source's layout and compared with the artifact's, and with the source's own hash
     if the conversion was strict. Raises VerifyError.
     """
-    for item in unpacking.dense:
-        _same(item["source"], item["sha256"], hashes[item["source"]])
-    for rec in unpacking.layers.values():
+    for item in records.dense:
+        _same(item.source, item.sha256, hashes[item.source])
+    for rec in records.layers.values():
         for kept in (*rec.small, *((rec.codes,) if rec.codes.sha256 else ())):
             _same(f"{rec.name}.{kept.suffix}", kept.sha256, hashes[f"{rec.name}.{kept.suffix}"])
     with open_checkpoint(LocalStore(folder)) as written:
-        for name, rec in unpacking.layers.items():
+        for name, rec in records.layers.items():
             _prove_codes(recipe.parts(name)[1], rec, written)
     return len(hashes)
 
@@ -242,14 +193,8 @@ def _prove_codes(code_map: CodeMap, rec: LayerRecord, written: Checkpoint) -> No
     suffixes = {k.suffix: written.tensors[f"{rec.name}.{k.suffix}"] for k in (rec.codes, *rec.small)}
     zeros = ZeroReading("none", sym=True)
     layer = SourceLayer(rec.name, rec.layout, code_map.out, zeros, orders.NO_ORDER, suffixes, None)
-    back = CodeMap(
-        CodeReader(written, layer, _sorted_place(rec, written)),
-        code_map.out,
-        None,
-        None,
-        code_map.zeros,
-        None,
-    )
+    # as stored on both sides: `code_map` has the rows in the order of the file
+    back = CodeMap(CodeReader(written, layer, None), code_map.out, None, None, code_map.zeros, None)
     for block in blocks(
         code_map, layer.module.grid(rec.scheme.bits), rec.scheme.in_features, rec.scheme.out_features
     ):
@@ -257,33 +202,28 @@ def _prove_codes(code_map: CodeMap, rec: LayerRecord, written: Checkpoint) -> No
             raise VerifyError("unpacked codes differ from the artifact's", code="codes", where=rec.name)
 
 
-def _sorted_place(rec: LayerRecord, written: Checkpoint) -> NDArray[np.int32] | None:
-    name = f"{rec.name}.act_perm"
-    return inverse(written.read(name), rec.scheme.in_features) if name in written.tensors else None
-
-
 def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: Running) -> int:
     """Unpack an artifact to ``out``. Returns the number of tensors, all proved."""
     if source.problems:
         raise Refused.together(source.problems)
     _refuse_damaged(source.checkpoint, value, running.workers)
-    unpacking = Unpacking(source, value)
-    recipe = UnpackRecipe(unpacking)
-    plan = unpack_plan(unpacking)
+    records = Records(source, value)
+    recipe = UnpackRecipe(records, source.checkpoint)
+    plan = unpack_plan(records, source.checkpoint)
 
     def write_rest(folder: Path, written: manifest.Written) -> None:
         shards = plan.shards()
         if len(shards) > 1:
             write_file(folder / "model.safetensors.index.json", tensorfile.index_json(shards))
-        for name, text in unpacking.configs.items():
+        for name, text in records.configs.items():
             if name != "config.json":
                 write_file(folder / _plain(name), text.encode("utf-8", "surrogateescape"))
-        _copy_side_files(source.checkpoint, folder, set(unpacking.configs))
+        _copy_side_files(source.checkpoint, folder, set(records.configs))
         write_file(
             folder / "config.json",
-            unpacking.configs.get("config.json", "{}\n").encode("utf-8", "surrogateescape"),
+            records.configs.get("config.json", "{}\n").encode("utf-8", "surrogateescape"),
         )
-        prove(unpacking, recipe, folder, written.hashes)
+        prove(records, recipe, folder, written.hashes)
 
     run_plan(plan, recipe, out, running, write_rest)
     return len(plan.tensors)
@@ -291,7 +231,7 @@ def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: 
 
 def _refuse_damaged(checkpoint: Checkpoint, value: Mapping[str, Any], threads: int) -> None:
     """Raise VerifyError unless every tensor is what the manifest says: nothing else proves the codes."""
-    wrong = [f for f in check_output(checkpoint, value, threads) if f.kind != "nonfinite"]
+    wrong = [f for f in check_output(checkpoint, value, threads) if f.kind not in ("nonfinite", "file")]
     if wrong:
         raise VerifyError(
             "the artifact is damaged",

@@ -21,6 +21,7 @@ from w4pack.convert.core.params import index_map
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.store import chunks, digest
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.jobs import work
 from w4pack.convert.jobs.codes import Block, CodeMap, CodeReader, blocks
@@ -85,9 +86,24 @@ def check_output(checkpoint: Checkpoint, value: Mapping[str, Any], threads: int)
         if n not in checkpoint.tensors
     ]
     present = [n for n in wanted if n in checkpoint.tensors]
+    failures += _check_files(checkpoint, value["files"])
     with ThreadPoolExecutor(threads) as pool:
         for found in pool.map(lambda n: _check_tensor(checkpoint, checkpoint.tensors[n], wanted[n]), present):
             failures += found
+    return failures
+
+
+def _check_files(checkpoint: Checkpoint, wanted: Mapping[str, str]) -> list[Failure]:
+    """Compare config.json, index and side files with their hashes: they decide what the tensors mean."""
+    store, failures = checkpoint.store, []
+    for name, sha in wanted.items():
+        if name not in store.files():
+            failures.append(Failure(name, "missing", "a file of the output", "nothing"))
+            continue
+        blob = store.blob(name)
+        found = digest(chunks(blob.read_into, blob.size))
+        if found != sha:
+            failures.append(Failure(name, "file", sha, found))
     return failures
 
 

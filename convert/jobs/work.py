@@ -117,10 +117,15 @@ def pack_tasks(
             else layout.pack(code_map.words(block), scheme.bits)
         )
         row, col = _place(grid, block.k0, block.n0)
-        out.write_rect(target, row, col, packed)
+        out.write_rect(target, row, col, _inside(target, row, col, packed))
 
     rows, cols = stored_size(layout_name, scheme)
     return [small_tensors, *(partial(codes, block) for block in blocks(code_map, grid, rows, cols))]
+
+
+def _inside(target: OutTensor, row: int, col: int, packed: NDArray[Any]) -> NDArray[Any]:
+    """Cut what only fills the last word: rows past K, which no tensor holds."""
+    return packed[: target.shape[0] - row, : target.shape[1] - col]
 
 
 def _place(grid: formats.Grid, k: int, n: int) -> tuple[int, int]:
@@ -201,7 +206,7 @@ def regroup_tasks(job: LayerJob, out: OutFiles, report: dict[str, Any]) -> list[
             sums[:] += (found.squared_error, found.squared_norm)
             packed = layout.pack(bitpack.pack_rows(found.codes, scheme.bits), scheme.bits)
             row, col = _place(grid, 0, n0)
-            out.write_rect(target, row, col, packed)
+            out.write_rect(target, row, col, _inside(target, row, col, packed))
         params = GroupParams(scales, None if scheme.sym else zeros, None)
         for suffix, array in layout.encode_params(params, scheme).items():
             out.write(out.tensors[f"{job.plan.name}.{suffix}"], 0, array)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from w4pack.convert.core import families
 from w4pack.convert.core.facts import Warning_
-from w4pack.convert.dialects.patterns import matcher
+from w4pack.convert.core.patterns import matcher
 from w4pack.convert.errors import Refused, UsageError
 from w4pack.convert.planning.contents import biases, carried_settings, is_rounded, scales, tied_head
 from w4pack.convert.planning.decisions import Action, Decisions, DensePlan, LayerPlan, State

@@ -100,7 +100,15 @@ class State:
 
     def leave(self, name: str, reason: str) -> None:
         """Leave a layer in 16 bit."""
-        self.plans[name] = replace(self.plans[name], action="dense", reason=reason)
+        plan, source = self.plans[name], self.layers[name].scheme
+        # the weights are the source's: nothing that was decided for packed codes or scales may touch them
+        scheme = replace(
+            source,
+            act_order=False,
+            in_features=plan.scheme.in_features,
+            out_features=plan.scheme.out_features,
+        )
+        self.plans[name] = replace(plan, action="dense", reason=reason, scheme=scheme)
 
     def packed(self) -> Iterable[LayerPlan]:
         """Return the layers that do not become dense."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from w4pack.convert.core.dtypes import TAG_OF_NAME
 from w4pack.convert.errors import UsageError
+from w4pack.convert.planning.record import from_plain, to_plain
 from w4pack.convert.planning.targets import TARGETS
 
 DEFAULT_SHARD = 5_000_000_000  # bytes; engines and the Hub handle files of this size well
@@ -98,7 +99,7 @@ class ConvertOptions:
                 "the manifest names options that this version does not know", found=", ".join(unknown)
             )
         values = dict(chosen)
-        for name in ("ignore_key", "ignore"):
-            if name in values:
-                values[name] = tuple(values[name])
-        return cls(**values)
+        try:
+            return from_plain(cls, {**to_plain(cls()), **to_plain(values)})
+        except ValueError as err:
+            raise UsageError("the manifest names options of a wrong type", found=str(err)[:200]) from err

@@ -26,6 +26,8 @@ from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import Source
 
 FORMAT_VERSION = 1
+DISK_BASE = 1 << 20  # bytes for small files
+DISK_PER_TENSOR = 2048  # bytes for a tensor in headers, manifest and journal
 EMBEDDINGS = (
     "embed_tokens",
     "wte",
@@ -127,6 +129,11 @@ class Plan:
     def output_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the output needs at most: tensors, headers, and the records of manifest and journal."""
+        return self.output_bytes + DISK_BASE + DISK_PER_TENSOR * len(self.tensors)
 
     def shards(self) -> list[Shard]:
         """Rebuild the shard files with their headers."""

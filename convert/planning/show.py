@@ -42,7 +42,7 @@ def plan_event(
         "bytes_written": plan.output_bytes,
         "bytes_added": plan.output_bytes - plan.source_bytes,
         "memory": memory,
-        "disk": plan.output_bytes,
+        "disk": plan.disk_bytes,
         "shards": len({t.shard for t in plan.tensors}),
         "left_in_16_bit": left if TARGETS[plan.target].layout else {},
         "notes": notes(plan),

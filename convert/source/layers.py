@@ -101,6 +101,7 @@ def _match(name: str, local: Mapping[str, TensorInfo], read: Reading) -> tuple[s
     if found is None:
         raise foreign.codes_missing(name, shapes) or foreign.unreadable(name, shapes)
     layout, match = found
+    match = _bits_by_config(layout, match, local, read.claim(name).bits)
     if match.bits not in (4, 8):
         raise Refused(
             f"a layer has {match.bits} bit codes; w4pack handles 4 and 8",
@@ -112,6 +113,17 @@ def _match(name: str, local: Mapping[str, TensorInfo], read: Reading) -> tuple[s
     if layout == "marlin":
         match = _without_padding(name, match, local, read)
     return layout, match
+
+
+def _bits_by_config(
+    layout: str, match: formats.Match, local: Mapping[str, TensorInfo], claimed: int | None
+) -> formats.Match:
+    """Let the config decide between 4 and 8 bit where the codes of so few rows take one word either way."""
+    if match.bits not in (4, 8) or claimed not in (4, 8) or claimed == match.bits:
+        return match
+    grid = formats.get(layout).grid(claimed)
+    fits = grid.shape(match.in_features, match.out_features) == local[grid.suffix].shape
+    return replace(match, bits=claimed) if fits else match
 
 
 def _without_padding(

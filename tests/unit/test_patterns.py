@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from w4pack.convert.dialects import patterns
+from w4pack.convert.core import patterns
 
 ATOMS = st.sampled_from(["a", "b", ".", r"\.", "[ab]", "[^a]", r"\d", r"\w", "[a-c1]", "(?:)", "[]a]"])
 

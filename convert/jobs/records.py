@@ -1,0 +1,203 @@
+"""The manifest's records of the way back, held against the artifact before anything relies on them.
+
+A manifest may come from a stranger: every number is bounded by what the artifact really holds, every name
+must be one that exists, and the whole must come to the tensors that the source had.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from w4pack.convert import formats
+from w4pack.convert.core import dtypes
+from w4pack.convert.core.order import sorted_rows
+from w4pack.convert.errors import Refused, SourceError, name_some
+from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.jobs import manifest
+from w4pack.convert.jobs.rebuild import MAX_INLINE, LayerRecord, record_from, unpack_array
+from w4pack.convert.planning.record import from_plain
+from w4pack.convert.source.detect import Source
+from w4pack.convert.source.layers import SourceLayer
+
+MAX_DROPPED = 1 << 26  # bytes; a dropped tensor is a bias of zeros
+
+
+@dataclass(frozen=True, slots=True)
+class DenseRecord:
+    """A tensor outside the linears: ``name``, ``shape`` in the artifact; ``source``, its shape before."""
+
+    source: str
+    name: str
+    shape: tuple[int, ...]
+    rows_from: str | None
+    halves: int
+    source_shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedRecord:
+    """A tensor of zeros that the artifact leaves out."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Records:
+    """What a manifest says of the way back, checked against the artifact. Raises SourceError or Refused."""
+
+    def __init__(self, source: Source, value: Mapping[str, Any]) -> None:
+        record = value.get("unpack")
+        if not isinstance(record, dict):
+            raise Refused(
+                "only artifacts can be unpacked",
+                code="not-an-artifact",
+                where=source.checkpoint.store.label,
+                expected="an output of `--to marlin`",
+                found=f"an output of `--to {value['target']}`",
+            )
+        self.made = {layer.name: layer for layer in source.layers}
+        self._read(record)
+        self._refuse_lossy(value)
+        self._check(source.checkpoint, record.get("source_tensors"))
+
+    def _read(self, record: Mapping[str, Any]) -> None:
+        try:
+            self.layers = {_text(name): record_from(item) for name, item in record["layers"].items()}
+            self.dense = [from_plain(DenseRecord, item) for item in record["dense"]]
+            self.dropped = [from_plain(DroppedRecord, item) for item in record["dropped"]]
+            self.configs = {_text(name): _text(text) for name, text in record["configs"].items()}
+        except (KeyError, TypeError, AttributeError, ValueError) as err:
+            _unfit("unpack", "records as w4pack writes them", f"{type(err).__name__}: {err}")
+        self.by_source = {rec.name: rec for rec in self.layers.values()}
+
+    def _refuse_lossy(self, value: Mapping[str, Any]) -> None:
+        lossy = [rec.name for rec in self.layers.values() if not rec.lossless]
+        if lossy:
+            entry = value["layers"].get(lossy[0])
+            reason = entry.get("reason") if isinstance(entry, dict) else None
+            raise Refused(
+                "some layers cannot go back: their codes are not in the artifact",
+                code="not-invertible",
+                where=name_some(lossy),
+                expected="layers kept bit for bit",
+                found=f"{len(lossy)} layers that are not ({reason or 'not kept bit for bit'})",
+                hint="keep the source; the artifact itself stays usable",
+            )
+
+    def _check(self, checkpoint: Checkpoint, wanted: object) -> None:
+        for name, rec in self.layers.items():
+            layer = self.made.get(name)
+            if layer is None:
+                _unfit(f"unpack.layers.{name}", "a layer of the artifact", "none of this name")
+            self._check_layer(name, rec, layer)
+        for item in self.dense:
+            self._check_dense(item, checkpoint)
+        for gone in self.dropped:
+            _bounded(gone.name, gone.dtype, gone.shape, MAX_DROPPED)
+        tensors = [*self._dense_tensors(checkpoint), *((d.name, d.dtype, d.shape) for d in self.dropped)]
+        for rec in self.layers.values():
+            tensors += [(f"{rec.name}.{k.suffix}", k.dtype, k.shape) for k in (rec.codes, *rec.small)]
+        if len({name for name, _, _ in tensors}) != len(tensors) or manifest.names_digest(tensors) != wanted:
+            _unfit("unpack", "the names and shapes of the source's tensors", "others")
+
+    def _dense_tensors(self, checkpoint: Checkpoint) -> list[tuple[str, str, Sequence[int]]]:
+        return [(d.source, checkpoint.tensors[d.name].dtype, d.source_shape) for d in self.dense]
+
+    def _check_dense(self, item: DenseRecord, checkpoint: Checkpoint) -> None:
+        info = checkpoint.tensors.get(item.name)
+        where = f"unpack.dense: {item.name}"
+        if info is None or item.shape != info.shape:
+            _unfit(where, "a tensor of the artifact", f"{list(item.shape)}")
+        shape = item.source_shape
+        if len(shape) != len(info.shape) or any(
+            not 0 <= a <= b for a, b in zip(shape, info.shape, strict=True)
+        ):
+            _unfit(where, f"at most {list(info.shape)}", str(list(shape)))
+        self._check_fold(where, item.rows_from, item.halves, shape[0] if shape else 0)
+
+    def _check_layer(self, name: str, rec: LayerRecord, layer: SourceLayer) -> None:
+        where, scheme = f"unpack.layers.{name}", rec.scheme
+        sizes = (
+            1 <= scheme.in_features <= layer.scheme.in_features
+            and 1 <= scheme.out_features <= layer.scheme.out_features
+        )
+        if not sizes or scheme.bits not in (4, 8) or (scheme.group_size < 1 and scheme.group_size != -1):
+            _unfit(
+                where,
+                f"a scheme of at most {layer.scheme.in_features} x {layer.scheme.out_features}",
+                scheme.label(),
+            )
+        if rec.layout not in formats.FORMATS or scheme.scale_dtype not in dtypes.FLOAT_TAGS:
+            _unfit(
+                where, f"one of {', '.join(formats.FORMATS)}", f"{rec.layout}, {scheme.scale_dtype} scales"
+            )
+        layout = formats.get(rec.layout)
+        grid = layout.grid(scheme.bits)
+        codes = (grid.suffix, grid.dtype, grid.shape(scheme.in_features, scheme.out_features))
+        if (rec.codes.suffix, rec.codes.dtype, rec.codes.shape) != codes:
+            _unfit(where, f"codes as {codes}", f"{(rec.codes.suffix, rec.codes.dtype, rec.codes.shape)}")
+        for kept in rec.small:
+            if kept.suffix not in layout.SUFFIXES:
+                _unfit(where, f"tensors {', '.join(layout.SUFFIXES)}", kept.suffix)
+            _bounded(f"{name}.{kept.suffix}", kept.dtype, kept.shape, MAX_INLINE)
+        if rec.group is not None:
+            _group(rec, where)
+        elif rec.rows != "natural":
+            _unfit(where, "a group map for sorted rows", "none")
+        self._check_fold(where, rec.cols_from, rec.halves, scheme.out_features)
+
+    def _check_fold(self, where: str, source: str | None, halves: int, size: int) -> None:
+        if halves not in (1, 2):
+            _unfit(where, "1 or 2 halves", str(halves)[:40])
+        if source is None:
+            return
+        down = self.by_source.get(source)
+        if down is None or down.group is None or down.scheme.in_features * halves != size:
+            _unfit(where, f"a folded layer of {size // halves} rows", source)
+
+    def order_of(self, source_name: str | None) -> NDArray[np.int32] | None:
+        """Return the sorting of a folded down projection, by its source name."""
+        if source_name is None:
+            return None
+        rec = self.by_source[source_name]
+        return sorted_rows(unpack_array(rec.group, rec.scheme.in_features)) if rec.group else None
+
+
+def _group(rec: LayerRecord, where: str) -> None:
+    group = unpack_array(rec.group or "", rec.scheme.in_features)
+    if group.min(initial=0) < 0 or group.max(initial=0) >= rec.scheme.groups:
+        _unfit(
+            where, f"groups 0 to {rec.scheme.groups - 1}", f"{group.min(initial=0)} to {group.max(initial=0)}"
+        )
+
+
+def _bounded(where: str, tag: str, shape: tuple[int, ...], limit: int) -> None:
+    if tag not in dtypes.DTYPES or any(not 0 <= size < 1 << 40 for size in shape) or len(shape) > 8:
+        _unfit(where, "a dtype and a shape", f"{tag[:20]} {str(list(shape))[:80]}")
+    if math.prod(shape) * dtypes.DTYPES[tag][0] // 8 > limit:
+        _unfit(where, f"at most {limit} bytes", str(list(shape)))
+
+
+def _text(value: Any) -> str:
+    """Return ``value`` if it is text that can be written. Raises ValueError."""
+    if not isinstance(value, str):
+        raise ValueError(f"text expected, found {type(value).__name__}")
+    value.encode("utf-8", "surrogateescape")  # bytes of a file that was no UTF-8 come back as they were
+    return value
+
+
+def _unfit(where: str, expected: str, found: str) -> NoReturn:
+    raise SourceError(
+        "the manifest does not fit the artifact",
+        code="manifest",
+        where=f"{manifest.NAME}: {where}",
+        expected=expected,
+        found=found[:200].encode("ascii", "backslashreplace").decode(),
+        hint="the manifest was changed, or belongs to another artifact",
+    )
