@@ -151,7 +151,49 @@ def ours(layer: Layer, x: torch.Tensor, out: torch.Tensor, chosen: tiles.Launch 
     return run
 
 
-def point(layer: Layer, m: int, candidates: list[tiles.Launch | None], repeats: int) -> dict[str, object]:
+def humming(layer: Layer, x: torch.Tensor, out: torch.Tensor) -> Launcher:
+    """Return the launcher of the package humming-kernels on the same codes and scales."""
+    from humming.forward import humming_forward
+    from humming.layer import HummingLayer
+
+    words, scales = layer.packed[0]
+    made = HummingLayer(
+        shape_n=layer.n,
+        shape_k=layer.k,
+        weight_config={"dtype": "int4", "group_size": 128},
+        torch_dtype=torch.float16,
+        input_config=None,
+    ).cuda()
+    made.load_from_tensors({"weight": rows_of_codes(words), "weight_scale": natural(scales)})
+    made.transform()
+    weight, scale, locks = made.weight.data, made.weight_scale.data, made.locks
+    sets = [(weight.clone(), scale.clone(), torch.zeros_like(locks)) for _ in layer.packed]
+    meta = made.humming_metas[""]
+
+    def run(i: int) -> None:
+        w, s, zeroed = sets[i]
+        humming_forward(meta, inputs=x, weight=w, weight_scale=s, locks=zeroed, outputs=out)
+
+    return run
+
+
+def rows_of_codes(words: torch.Tensor) -> torch.Tensor:
+    """Return packed words as (N, K/8): a row of codes, low nibble first."""
+    codes = reference.codes(words, 4).t().contiguous()
+    out = torch.zeros((codes.shape[0], codes.shape[1] // 8), dtype=torch.int32, device=codes.device)
+    for i in range(8):
+        out |= codes[:, i::8] << (4 * i)
+    return out
+
+
+def natural(scales: torch.Tensor) -> torch.Tensor:
+    """Return grouped scales as (N, groups)."""
+    return reference.natural_scales(scales).t().contiguous()
+
+
+def point(
+    layer: Layer, m: int, candidates: list[tiles.Launch | None], repeats: int, peer: bool = False
+) -> dict[str, object]:
     """Measure one M of one shape."""
     x = torch.randn(m, layer.k, device="cuda", dtype=torch.float16)
     exact = x.double() @ layer.exact_columns()
@@ -161,6 +203,9 @@ def point(layer: Layer, m: int, candidates: list[tiles.Launch | None], repeats: 
         name = "w4pack" if chosen is None else f"{chosen.tile.text}/{chosen.grid}"
         outs[name] = torch.full((m, layer.n), float("nan"), dtype=torch.float16, device="cuda")
         columns.append(Candidate(name, ours(layer, x, outs[name], chosen), len(layer.packed)))
+    if peer:
+        theirs = outs["humming"] = torch.full((m, layer.n), float("nan"), dtype=torch.float16, device="cuda")
+        columns.append(Candidate("humming", humming(layer, x, theirs), len(layer.packed)))
     if m >= 256:
         w = outs["dense"] = torch.full((m, layer.n), float("nan"), dtype=torch.float16, device="cuda")
 
@@ -286,6 +331,7 @@ def main() -> None:
     parser.add_argument("--tune", help="JSON list of candidate tiles")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-cublas", action="store_true")
+    parser.add_argument("--humming", action="store_true", help="a column of humming-kernels, if installed")
     parser.add_argument(
         "--variants", action="store_true", help="other dtypes, groups, widths beside fp16 g128"
     )
@@ -302,7 +348,7 @@ def main() -> None:
         warm_up(layer)
         for m in map(int, options.m.split(",")):
             chosen = candidates_for(options.tune, m, n, k, card.multiprocessors)
-            rows.append(point(layer, m, [None, *chosen], options.repeats))
+            rows.append(point(layer, m, [None, *chosen], options.repeats, options.humming))
             print(line(rows[-1]), flush=True)
         del layer
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """The lane arithmetic of the kernels, lane by lane in numpy: a mistake in a layout fails here, without a GPU.
 
-Each step is the kernel's own: the words a lane loads, the bit tricks of ``csrc/dequant.cuh``, the register maps
-of the tensor cores. The oracle is the code matrix itself.
+Each step is the kernel's own: the words a lane loads, the bit tricks of ``csrc/dequant.cuh``, the register
+maps of the tensor cores. The oracle is the code matrix itself.
 """
 
 import numpy as np
