@@ -142,7 +142,9 @@ SHORT = Cut(1000, 64, 128, 8, False, 4, "k", False, 2, "F16", 2)
 def test_slices_of_the_artifact_are_artifacts_of_the_slices(cut: Cut) -> None:
     """Layer 0 is the whole, layer 1 + r what rank r would hold."""
     event(f"{cut.axis} tp {cut.tp}{' ordered' if cut.ordered else ''}")
-    assume(cut.borders[-2] < cut.borders[-1])
+    last = cut.borders[-1] - cut.borders[-2]
+    assume(last > 0)
+    assume(cut.axis == "n" or cut.group != 32 or last > 32)  # a layer of one group is stored as one group
     rng = np.random.default_rng(cut.seed)
     config = b.qwen3_moe_config(vocab_size=16, hidden_size=64, num_hidden_layers=1 + cut.tp)
     model = b.Model(config, {"model.norm.weight": b.dense(rng, 64)})
