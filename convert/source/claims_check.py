@@ -94,6 +94,9 @@ def config_problems(
         return
     if claims.unsupported:
         yield Refused(claims.unsupported, code="method-unknown", where=quant_file)
+    if claims.method == "w4pack":
+        yield from _unknown_artifact(claims, quant_file)
+        return
     for key, value in claims.refusals:
         if key in options.ignore_keys or key.rpartition(".")[2] in options.ignore_keys:
             continue
@@ -105,6 +108,19 @@ def config_problems(
             found=value,
             hint=f"`--ignore-key {key}` converts the stored weights as they are; "
             "the result is another model unless the key has no effect",
+        )
+
+
+def _unknown_artifact(claims: Claims, quant_file: str | None) -> Iterable[W4PackError]:
+    """Refuse what this version does not know of an artifact: its numbers may mean something else."""
+    for key, value in claims.refusals:
+        yield Refused(
+            f"the artifact's config has a `{key}` that this version of w4pack does not know",
+            code="artifact-unknown",
+            where=f"{quant_file}: {key}",
+            expected="what the same version wrote",
+            found=value,
+            hint="use the version of w4pack that wrote it, or a later one",
         )
 
 

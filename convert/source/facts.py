@@ -40,6 +40,7 @@ def layer_facts(layer: SourceLayer) -> LayerFacts:
         scale_dtype=scheme.scale_dtype,
         bias=layer.bias is not None,
         zero_kind=layer.zeros.kind,
+        uneven=layer.order.kind == "uneven",
         ambiguous_zeros=layer.zeros.ambiguous,
     )
 

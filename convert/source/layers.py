@@ -95,7 +95,7 @@ def _match(name: str, local: Mapping[str, TensorInfo], read: Reading) -> tuple[s
     values = {suffix: read.checkpoint.read(info.name) for suffix, info in local.items() if suffix in wanted}
     try:
         found = formats.recognise(shapes, values)
-    except SourceError as err:
+    except (SourceError, Refused) as err:
         err.where = f"{name}.{err.where}" if err.where else name
         raise
     if found is None:

@@ -195,7 +195,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_is_too_small_is_known_before_the_first_byte(source: Path, small_disk: Path) -> None:
-    (small_disk / "filler").write_bytes(bytes(10 << 20))
+    (small_disk / "filler").write_bytes(bytes((19 << 20) + (700 << 10)))
     free = shutil.disk_usage(small_disk).free
     done = convert(source, small_disk / "out", "marlin").expect(1, "bytes free")
     assert f"{free:,}" in done.error["found"]

@@ -40,7 +40,8 @@ def manifest_of(files: dict[str, bytes], **more: Any) -> bytes:
             sha = hashlib.sha256(data[8 + length :]).hexdigest()
             tensors[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "sha256": sha}
     tool = {"name": "w4pack", "version": "0", "format": 1}
-    value = {"schema": 1, "tool": tool, "target": "dense", "options": {}, "lossless": True, "source": {}}
+    value = {"schema": 1, "tool": tool, "target": "dense", "options": {}, "lossless": True}
+    value |= {"source": {}, "files": {}}
     return json.dumps({**value, "layers": {}, "tensors": tensors, **more}).encode()
 
 
