@@ -96,7 +96,16 @@ def _shared_folder() -> Path:
 NO_SHARED = "needs the fixtures folder (W4PACK_SHARED or ../shared)"
 NO_GPU = "needs a CUDA device"
 # How the reason of a skip begins. Anything else, "could not import torch" for one, would hide tests in CI.
-EXPLAINED = ("needs ", "cannot become ", "this transformers has no ", "the engine has no kernel ", "root ")
+EXPLAINED = (
+    "needs ",
+    "cannot become ",
+    "this transformers has no ",
+    "the engine has no kernel ",
+    "root ",
+    "no CUDA device",
+    "one CUDA device",
+    "the compiler nvidia-cuda-nvrtc",
+)
 
 
 @pytest.fixture(scope="session")
