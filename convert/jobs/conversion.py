@@ -12,7 +12,8 @@ from typing import Any
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import OutputError, Refused, SourceError
 from w4pack.convert.events import Quiet, Reporter, warning_fields
-from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
+from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.store import Blob, chunks, digest
 from w4pack.convert.jobs import execute, manifest, sidefiles, work
 from w4pack.convert.jobs.execute import Executor, StopFlag
@@ -20,6 +21,7 @@ from w4pack.convert.jobs.layerjob import job_of
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.rebuild import record, record_json
 from w4pack.convert.jobs.staging import Staging, check_apart, check_free, existing_parent
+from w4pack.convert.jobs.verify import refuse_damaged
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Op, Plan, SourceFile, make_plan, planned_facts
 from w4pack.convert.planning.targets import TARGETS
@@ -179,7 +181,10 @@ def convert_source(
         on_plan(plan, warnings, planned_facts(source, plan), source)
     for warning in warnings:
         running.reporter.event("warning", **warning_fields(warning))
-    if running.resume and finished_before(out, plan):
+    original = manifest.of_store(source.checkpoint.store.read, source.checkpoint.store.files())
+    if original is not None:
+        refuse_damaged(source.checkpoint, original, running.workers)
+    if running.resume and finished_before(out, plan, source.checkpoint, running.workers):
         return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
     written = run_plan(
         plan,
@@ -237,16 +242,50 @@ def folder_of(checkpoint: Checkpoint) -> Path | None:
     return None if root is None else Path(root)
 
 
-def finished_before(out: Path, plan: Plan) -> bool:
-    """Tell whether OUT is already the published result of this plan; a staging folder left is removed."""
+def finished_before(out: Path, plan: Plan, source: Checkpoint, threads: int) -> bool:
+    """Tell whether OUT is already the published result of this plan; a staging folder left is removed.
+
+    Raises Refused if the source changed since, VerifyError if OUT did.
+    """
     staging = Staging(out)
     if staging.out.exists() or not (out / manifest.NAME).is_file():
         return False
-    if manifest.load(out).get("plan") != plan.digest:
+    value = manifest.load(out)
+    if value.get("plan") != plan.digest:
         return False
+    _refuse_changed(out, plan, source, value)
+    with open_checkpoint(LocalStore(out)) as written:
+        refuse_damaged(written, value, threads)
     staging.remove_old()
     shutil.rmtree(staging.root, ignore_errors=True)
     return True
+
+
+def _refuse_changed(out: Path, plan: Plan, source: Checkpoint, value: Mapping[str, Any]) -> None:
+    """Raise Refused if a source file is not the one OUT was made of, by sha256 or, without both, by time."""
+    files = value["source"].get("files")
+    hashes = (
+        {f.get("name"): f.get("sha256") for f in files if isinstance(f, dict)}
+        if isinstance(files, list)
+        else {}
+    )
+    made = (out / manifest.NAME).stat().st_mtime_ns
+    folder = folder_of(source)
+    for file in plan.files:
+        known = hashes.get(file.name)
+        if file.sha256 and known:
+            changed = file.sha256 != known
+        else:
+            changed = folder is not None and (folder / file.name).stat().st_mtime_ns > made
+        if changed:
+            raise Refused(
+                "the source changed after OUT was made",
+                code="resume-differs",
+                where=file.name,
+                expected=known if file.sha256 and known else f"a file older than {out / manifest.NAME}",
+                found=file.sha256 if file.sha256 and known else "a newer one",
+                hint="convert again with `--overwrite`, without `--resume`",
+            )
 
 
 def check_disk(plan: Plan, staging: Staging) -> None:

@@ -17,7 +17,7 @@ from w4pack import __version__
 from w4pack.convert import formats
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.errors import Refused, VerifyError, name_some
+from w4pack.convert.errors import Refused, VerifyError
 from w4pack.convert.files import tensorfile
 from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
 from w4pack.convert.files.local import LocalStore
@@ -36,7 +36,7 @@ from w4pack.convert.jobs.rebuild import (
 )
 from w4pack.convert.jobs.records import DenseRecord, Records
 from w4pack.convert.jobs.staging import write_file
-from w4pack.convert.jobs.verify import check_output
+from w4pack.convert.jobs.verify import refuse_damaged
 from w4pack.convert.planning.options import DEFAULT_SHARD
 from w4pack.convert.planning.plan import Op, OutTensor, Plan
 from w4pack.convert.source import orders
@@ -206,7 +206,7 @@ def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: 
     """Unpack an artifact to ``out``. Returns the number of tensors, all proved."""
     if source.problems:
         raise Refused.together(source.problems)
-    _refuse_damaged(source.checkpoint, value, running.workers)
+    refuse_damaged(source.checkpoint, value, running.workers)
     records = Records(source, value)
     recipe = UnpackRecipe(records, source.checkpoint)
     plan = unpack_plan(records, source.checkpoint)
@@ -227,20 +227,6 @@ def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: 
 
     run_plan(plan, recipe, out, running, write_rest)
     return len(plan.tensors)
-
-
-def _refuse_damaged(checkpoint: Checkpoint, value: Mapping[str, Any], threads: int) -> None:
-    """Raise VerifyError unless every tensor is what the manifest says: nothing else proves the codes."""
-    wrong = [f for f in check_output(checkpoint, value, threads) if f.kind not in ("nonfinite", "file")]
-    if wrong:
-        raise VerifyError(
-            "the artifact is damaged",
-            code="damaged",
-            where=name_some([f.tensor for f in wrong]),
-            expected=wrong[0].expected,
-            found=wrong[0].found,
-            hint=f"w4pack verify {checkpoint.label}",
-        )
 
 
 def _copy_side_files(checkpoint: Checkpoint, folder: Path, configs: set[str]) -> None:

@@ -20,6 +20,7 @@ from w4pack.convert.core.order import natural_map
 from w4pack.convert.core.params import index_map
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.errors import VerifyError, name_some
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.store import chunks, digest
 from w4pack.convert.files.tensorfile import TensorInfo
@@ -34,6 +35,7 @@ from w4pack.convert.jobs.layerjob import (
     source_params,
     stored_place,
 )
+from w4pack.convert.jobs.sidefiles import CARD
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Op, Plan, make_plan
@@ -91,6 +93,25 @@ def check_output(checkpoint: Checkpoint, value: Mapping[str, Any], threads: int)
         for found in pool.map(lambda n: _check_tensor(checkpoint, checkpoint.tensors[n], wanted[n]), present):
             failures += found
     return failures
+
+
+def refuse_damaged(checkpoint: Checkpoint, value: Mapping[str, Any], threads: int) -> None:
+    """Raise VerifyError unless every tensor and side file is what the manifest says: nothing else proves it.
+
+    The files that people edit on purpose (config, index, card) are left to ``verify``.
+    """
+    kept = set(checkpoint.side_files) - {CARD}
+    found = check_output(checkpoint, value, threads)
+    wrong = [f for f in found if f.kind != "nonfinite" and (f.kind != "file" or f.tensor in kept)]
+    if wrong:
+        raise VerifyError(
+            "the artifact is damaged" if value["target"] == "marlin" else "the output of w4pack is damaged",
+            code="damaged",
+            where=name_some([f.tensor for f in wrong]),
+            expected=wrong[0].expected,
+            found=wrong[0].found,
+            hint=f"w4pack verify {checkpoint.label}",
+        )
 
 
 def _check_files(checkpoint: Checkpoint, wanted: Mapping[str, str]) -> list[Failure]:
