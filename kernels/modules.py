@@ -4,57 +4,12 @@ Parameter names are the artifact's, so that a state dictionary of the file fits 
 the ``meta`` device and filled from the file; nothing is repacked.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from torch.nn import functional
 
 from w4pack.kernels import ops
-
-
-@dataclass(frozen=True, slots=True)
-class LinearSpec:
-    """What the artifact's config says of one linear layer; ``stored_*`` are the padded sizes of the file."""
-
-    in_features: int
-    out_features: int
-    bits: int = 4
-    group_size: int = 128
-    sym: bool = True
-    act_order: bool = False
-    bias: bool = False
-    stored_in: int | None = None
-    stored_out: int | None = None
-
-    @property
-    def k(self) -> int:
-        """Rows of the packed weight."""
-        return self.stored_in or self.in_features
-
-    @property
-    def n(self) -> int:
-        """Columns of the packed weight."""
-        return self.stored_out or self.out_features
-
-    @property
-    def groups(self) -> int:
-        """Rows of the scales; the last group may be short."""
-        return 1 if self.group_size == -1 else -(-self.k // self.group_size)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor, by the name it has in the file after the module's."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "weight": (self.k // 16, self.n * self.bits // 2),
-            "weight_scale": (self.groups, self.n),
-        }
-        if not self.sym:
-            shapes["weight_zero_point"] = (self.groups, self.n * self.bits // 32)
-        if self.act_order:
-            shapes["act_perm"] = (self.in_features,)
-        if self.bias:
-            shapes["bias"] = (self.out_features,)
-        return shapes
+from w4pack.kernels.spec import LinearSpec
 
 
 class PackedLinear(nn.Module):

@@ -164,7 +164,8 @@ def test_planning_never_executes_and_nothing_imports_the_command_line() -> None:
 HEADERS_AND_RULES = (
     "w4pack.convert.errors",
     "w4pack.convert.core.scheme",
-    "w4pack.convert.files.tensorfile",
+    "w4pack.convert.files",
+    "w4pack.convert.dialects",
     "w4pack.convert.engines",
 )
 

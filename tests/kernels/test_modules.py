@@ -6,9 +6,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from w4pack.kernels import layout, modules  # noqa: E402
+from w4pack.kernels.spec import LinearSpec  # noqa: E402
 
 
-def _layer(spec: modules.LinearSpec, seed: int = 0) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+def _layer(spec: LinearSpec, seed: int = 0) -> tuple[dict[str, torch.Tensor], np.ndarray]:
     """A file's tensors for a layer, and the dense (in, out) weight in natural order, fp64."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 2**spec.bits, (spec.k, spec.n), dtype=np.uint8)
@@ -42,16 +43,16 @@ def _layer(spec: modules.LinearSpec, seed: int = 0) -> tuple[dict[str, torch.Ten
 @pytest.mark.parametrize(
     "spec",
     [
-        modules.LinearSpec(128, 64),
-        modules.LinearSpec(128, 64, bias=True, sym=False, group_size=32),
-        modules.LinearSpec(192, 128, act_order=True, group_size=64),
-        modules.LinearSpec(100, 40, stored_in=128, stored_out=64, bias=True, sym=False, group_size=64),
-        modules.LinearSpec(100, 72, stored_in=128, stored_out=128, act_order=True, bias=True, group_size=-1),
-        modules.LinearSpec(192, 64, bits=8, group_size=128, sym=False),
+        LinearSpec(128, 64),
+        LinearSpec(128, 64, bias=True, sym=False, group_size=32),
+        LinearSpec(192, 128, act_order=True, group_size=64),
+        LinearSpec(100, 40, stored_in=128, stored_out=64, bias=True, sym=False, group_size=64),
+        LinearSpec(100, 72, stored_in=128, stored_out=128, act_order=True, bias=True, group_size=-1),
+        LinearSpec(192, 64, bits=8, group_size=128, sym=False),
     ],
     ids=lambda spec: f"{spec.in_features}x{spec.out_features}b{spec.bits}",
 )
-def test_a_layer_equals_the_dense_one(spec: modules.LinearSpec) -> None:
+def test_a_layer_equals_the_dense_one(spec: LinearSpec) -> None:
     tensors, dense = _layer(spec)
     module = modules.PackedLinear(spec)
     assert {name: tuple(p.shape) for name, p in module.named_parameters()} == spec.shapes()
@@ -66,9 +67,9 @@ def test_a_layer_equals_the_dense_one(spec: modules.LinearSpec) -> None:
 
 
 def test_a_file_that_does_not_fit_is_refused() -> None:
-    tensors, _ = _layer(modules.LinearSpec(128, 64))
-    module = modules.PackedLinear(modules.LinearSpec(128, 64, bias=True))
+    tensors, _ = _layer(LinearSpec(128, 64))
+    module = modules.PackedLinear(LinearSpec(128, 64, bias=True))
     with pytest.raises(RuntimeError, match="bias"):
         module.load_state_dict(tensors, assign=True)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        modules.PackedLinear(modules.LinearSpec(192, 64)).load_state_dict(tensors, assign=True)
+        modules.PackedLinear(LinearSpec(192, 64)).load_state_dict(tensors, assign=True)
