@@ -70,13 +70,16 @@ def convert(
 
 
 def plan(
-    src: str | Path, *, options: ConvertOptions, where: Where, running: Running
+    src: str | Path, out: str | Path, *, options: ConvertOptions, where: Where, running: Running
 ) -> tuple[Plan, tuple[Warning_, ...], ModelFacts, Source]:
-    """Plan a conversion without writing. Returns (plan, warnings, facts of the output, source)."""
+    """Plan a conversion without writing. Returns (plan, warnings, facts of the output, source).
+
+    Raises what ``convert`` would raise before it writes: also OutputError for an OUT it would not take.
+    """
     options.check()
     with opened(src, where, running.reporter) as (checkpoint, origin):
         source = read_source(checkpoint, detect_options(options))
-        made, warnings = plan_conversion(source, options, origin, running)
+        made, warnings = plan_conversion(source, Path(out), options, origin, running)
         return made, warnings, planned_facts(source, made), source
 
 
@@ -181,7 +184,7 @@ def unpack(
             raise ValueError("an artifact is unpacked from a folder")
         value = manifest.load(folder)
         source = read_source(checkpoint, DetectOptions())
-        check_place(source, Path(out), running)
+        check_place(checkpoint, Path(out), running)
         return unpack_source(source, value, Path(out), running)
 
 

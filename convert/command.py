@@ -101,7 +101,7 @@ def _check_sizes(given: Given, options: ConvertOptions) -> None:
 
 
 def _dry_run(given: Given, options: ConvertOptions, running: Running) -> None:
-    made = api.plan(given["src"], options=options, where=where_of(given), running=running)
+    made = api.plan(given["src"], given["out"], options=options, where=where_of(given), running=running)
     _show_plan(given, Path(given["out"]), *made, dry=True)
     if given["as_json"]:
         for warning in made[1]:
@@ -168,7 +168,9 @@ def _preflight(given: Given, options: ConvertOptions, running: Running) -> "Acce
     """Find out before the conversion whether the upload can work: token, rights, the card's header."""
     from w4pack.convert.hub.access import preflight
 
-    made, _, _, source = api.plan(given["src"], options=options, where=where_of(given), running=running)
+    made, _, _, source = api.plan(
+        given["src"], given["out"], options=options, where=where_of(given), running=running
+    )
     card = api.card_for(source, made, given["src"], where_of(given))
     return preflight(given["push_to"], None, given["private"], card)
 

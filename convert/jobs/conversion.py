@@ -16,12 +16,13 @@ from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.store import Blob, chunks, digest
 from w4pack.convert.jobs import execute, manifest, sidefiles, work
+from w4pack.convert.jobs.compare import Failure, compare_files
 from w4pack.convert.jobs.execute import Executor, StopFlag
 from w4pack.convert.jobs.layerjob import job_of
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.rebuild import record, record_json
-from w4pack.convert.jobs.staging import Staging, check_apart, check_free, existing_parent
-from w4pack.convert.jobs.verify import refuse_damaged
+from w4pack.convert.jobs.staging import Staging, check_apart, existing_parent
+from w4pack.convert.jobs.verify import compare_output, refuse_damaged
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Op, Plan, SourceFile, make_plan, planned_facts
 from w4pack.convert.planning.targets import TARGETS
@@ -150,10 +151,32 @@ def header_digest(blob: Blob) -> str:
 
 
 def plan_conversion(
-    source: Source, options: ConvertOptions, origin: Mapping[str, str] | None, running: Running
+    source: Source, out: Path, options: ConvertOptions, origin: Mapping[str, str] | None, running: Running
 ) -> tuple[Plan, tuple[Warning_, ...]]:
-    """Plan without touching OUT."""
-    return make_plan(source, options, origin, source_files(source.checkpoint, strict=running.strict))
+    """Plan, and refuse what the run itself would refuse: the source, the options, the place of OUT.
+
+    Writes nothing. Raises Refused, SourceError, OutputError, or VerifyError for a damaged source of ours.
+    """
+    check_place(source.checkpoint, out, running)
+    if source.problems:
+        refuse_damaged_source(source.checkpoint, manifest_of(source.checkpoint), running.workers)
+    plan, warnings = make_plan(
+        source, options, origin, source_files(source.checkpoint, strict=running.strict)
+    )
+    if running.resume and finished_plan(out, plan) is None:
+        Staging(out).check(overwrite=running.overwrite, resume=True)
+    return plan, warnings
+
+
+def manifest_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return the manifest of a source that w4pack itself wrote, or None."""
+    return manifest.of_store(checkpoint.store.read, checkpoint.store.files())
+
+
+def refuse_damaged_source(checkpoint: Checkpoint, value: Mapping[str, Any] | None, threads: int) -> None:
+    """Raise VerifyError if a source that w4pack wrote is no longer what its manifest says."""
+    if value is not None:
+        refuse_damaged(checkpoint, value, threads)
 
 
 def convert_source(
@@ -175,23 +198,21 @@ def convert_source(
     appears complete or not at all.
     """
     started = time.monotonic()
-    check_place(source, out, running)
-    plan, warnings = plan_conversion(source, options, origin, running)
+    plan, warnings = plan_conversion(source, out, options, origin, running)
     if on_plan is not None:
         on_plan(plan, warnings, planned_facts(source, plan), source)
     for warning in warnings:
         running.reporter.event("warning", **warning_fields(warning))
-    original = manifest.of_store(source.checkpoint.store.read, source.checkpoint.store.files())
-    if original is not None:
-        refuse_damaged(source.checkpoint, original, running.workers)
-    if running.resume and finished_before(out, plan, source.checkpoint, running.workers):
+    original = manifest_of(source.checkpoint)
+    refuse_damaged_source(source.checkpoint, original, running.workers)
+    if running.resume and finished_before(out, plan, source, running.workers):
         return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
     written = run_plan(
         plan,
         ConvertRecipe(source, plan, strict=running.strict),
         out,
         running,
-        lambda folder, done: _write_rest(folder, done, plan, source, card),
+        lambda folder, done: _write_rest(folder, done, plan, source, original, card),
     )
     _tell_nonfinite(written, running.reporter)
     return Report(out, plan, warnings, time.monotonic() - started, _errors(written))
@@ -217,23 +238,26 @@ def _errors(written: manifest.Written) -> dict[str, float]:
 
 
 def _write_rest(
-    folder: Path, written: manifest.Written, plan: Plan, source: Source, card: CardMaker | None
+    folder: Path,
+    written: manifest.Written,
+    plan: Plan,
+    source: Source,
+    original: Mapping[str, Any] | None,
+    card: CardMaker | None,
 ) -> None:
-    checkpoint = source.checkpoint
-    original = manifest.of_store(checkpoint.store.read, checkpoint.store.files())
     value = manifest.build(plan, source, written, original)
-    side_files = sidefiles.copy_side_files(checkpoint, folder)
+    side_files = sidefiles.copy_side_files(source.checkpoint, folder)
     text = card(plan, _errors(written)) if card else None
     sidefiles.write_rest(folder, plan, source.config, side_files, value, text)
 
 
-def check_place(source: Source, out: Path, running: Running) -> None:
-    """Raise OutputError if OUT cannot be where it is asked to be."""
-    folder = folder_of(source.checkpoint)
+def check_place(source: Checkpoint, out: Path, running: Running) -> None:
+    """Raise OutputError if OUT cannot be where it is asked to be; with ``--resume`` the plan decides more."""
+    folder = folder_of(source)
     if folder is not None:
         check_apart(folder, out)
     if not running.resume:
-        check_free(out, overwrite=running.overwrite)
+        Staging(out).check(overwrite=running.overwrite, resume=False)
 
 
 def folder_of(checkpoint: Checkpoint) -> Path | None:
@@ -242,50 +266,65 @@ def folder_of(checkpoint: Checkpoint) -> Path | None:
     return None if root is None else Path(root)
 
 
-def finished_before(out: Path, plan: Plan, source: Checkpoint, threads: int) -> bool:
+def finished_plan(out: Path, plan: Plan) -> dict[str, Any] | None:
+    """Return the manifest of OUT if OUT says that it is the published result of this plan, else None."""
+    if Staging(out).out.exists() or not (out / manifest.NAME).is_file():
+        return None
+    value = manifest.load(out)
+    return value if value.get("plan") == plan.digest else None
+
+
+def finished_before(out: Path, plan: Plan, source: Source, threads: int) -> bool:
     """Tell whether OUT is already the published result of this plan; a staging folder left is removed.
 
-    Raises Refused if the source changed since, VerifyError if OUT did.
+    The plan holds sizes and headers of the source's files; their data is compared too, with the hashes
+    that ``--strict`` took or else with OUT, value by value. Raises Refused if the source changed since,
+    VerifyError if OUT did.
     """
+    value = finished_plan(out, plan)
+    if value is None:
+        return False
     staging = Staging(out)
-    if staging.out.exists() or not (out / manifest.NAME).is_file():
-        return False
-    value = manifest.load(out)
-    if value.get("plan") != plan.digest:
-        return False
-    _refuse_changed(out, plan, source, value)
     with open_checkpoint(LocalStore(out)) as written:
         refuse_damaged(written, value, threads)
+        _refuse_changed(written, value, source, plan, threads)
     staging.remove_old()
     shutil.rmtree(staging.root, ignore_errors=True)
     return True
 
 
-def _refuse_changed(out: Path, plan: Plan, source: Checkpoint, value: Mapping[str, Any]) -> None:
-    """Raise Refused if a source file is not the one OUT was made of, by sha256 or, without both, by time."""
+def _refuse_changed(
+    written: Checkpoint, value: Mapping[str, Any], source: Source, plan: Plan, threads: int
+) -> None:
+    """Raise Refused if the source is not the one that OUT was made of."""
+    recorded = _hashes(value)
+    hashed = {f.name: f.sha256 for f in plan.files if f.sha256 and recorded.get(f.name)}
+    if len(hashed) == len(plan.files):
+        failures = [Failure(n, "hash", recorded[n], sha) for n, sha in hashed.items() if sha != recorded[n]]
+        failures += compare_files(sidefiles.carried(source.checkpoint), written, source.checkpoint)
+    else:
+        failures = compare_output(written, value, source, plan, threads)[1]
+    if failures:
+        first = failures[0]
+        raise Refused(
+            "the source changed after OUT was made",
+            code="resume-differs",
+            where=first.tensor,
+            expected=first.expected,
+            found=first.found,
+            hint="convert again with `--overwrite`, without `--resume`",
+        )
+
+
+def _hashes(value: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sha256 of each source file that a manifest records, as far as it does."""
     files = value["source"].get("files")
-    hashes = (
-        {f.get("name"): f.get("sha256") for f in files if isinstance(f, dict)}
-        if isinstance(files, list)
-        else {}
-    )
-    made = (out / manifest.NAME).stat().st_mtime_ns
-    folder = folder_of(source)
-    for file in plan.files:
-        known = hashes.get(file.name)
-        if file.sha256 and known:
-            changed = file.sha256 != known
-        else:
-            changed = folder is not None and (folder / file.name).stat().st_mtime_ns > made
-        if changed:
-            raise Refused(
-                "the source changed after OUT was made",
-                code="resume-differs",
-                where=file.name,
-                expected=known if file.sha256 and known else f"a file older than {out / manifest.NAME}",
-                found=file.sha256 if file.sha256 and known else "a newer one",
-                hint="convert again with `--overwrite`, without `--resume`",
-            )
+    found = [f for f in files if isinstance(f, dict)] if isinstance(files, list) else []
+    return {
+        f["name"]: f["sha256"]
+        for f in found
+        if isinstance(f.get("name"), str) and isinstance(f.get("sha256"), str)
+    }
 
 
 def check_disk(plan: Plan, staging: Staging) -> None:

@@ -22,15 +22,17 @@ SOURCE_CARD = "README.source.md"
 TWO_SETTINGS = ("gptq", "marlin-legacy")  # targets whose readers also look for quantize_config.json
 
 
+def carried(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what an output holds byte for byte: name in the output -> name in the source.
+
+    The source's card makes way for ours; a card it has kept of its own source goes before it.
+    """
+    return {SOURCE_CARD if name == CARD else name: name for name in sorted(checkpoint.side_files)}
+
+
 def copy_side_files(checkpoint: Checkpoint, out: Path) -> dict[str, str]:
-    """Copy every side file byte for byte; the source's card makes way for ours. Returns name -> sha256."""
-    written = {}
-    for name in checkpoint.side_files:
-        if name == manifest.NAME:
-            continue
-        target = SOURCE_CARD if name == CARD else name
-        written[target] = copy_file(checkpoint, name, out / target)
-    return written
+    """Copy every side file byte for byte. Returns name -> sha256."""
+    return {target: copy_file(checkpoint, name, out / target) for target, name in carried(checkpoint).items()}
 
 
 def copy_file(checkpoint: Checkpoint, name: str, path: Path) -> str:

@@ -128,6 +128,7 @@ class Staging:
     """The staging folder of one OUT, locked against a second process."""
 
     def __init__(self, out: Path) -> None:
+        self.named = out
         if out.is_symlink():
             out = out.resolve()  # work beside the folder itself, and leave the link as it is
         self.target = out
@@ -137,6 +138,17 @@ class Staging:
         self.old = out.parent / (out.name + OLD_SUFFIX)
         self.discarded = False  # ``prepare`` found unfinished work and was not asked to resume it
         self._lock: int | None = None
+
+    def check(self, *, overwrite: bool, resume: bool) -> None:
+        """Raise the OutputError that ``prepare`` would raise. Changes nothing."""
+        found = self.root.is_dir() or self.root.is_symlink()
+        if found:
+            self._refuse_foreign()
+            with writing(self.root):
+                self._take_lock()
+            self.close()
+        place = self.old if self._old_comes_back() else self.named
+        check_free(place, overwrite=overwrite or self._was_published(found, resume))
 
     def prepare(self, *, overwrite: bool, resume: bool) -> bool:
         """Make or re-enter the folder. Returns True if an earlier run's work is there to resume.
@@ -153,7 +165,7 @@ class Staging:
             self._take_lock()
             self._recover()
         try:
-            check_free(self.target, overwrite=overwrite or (resume and found and not self.out.exists()))
+            check_free(self.named, overwrite=overwrite or self._was_published(found, resume))
         except OutputError:
             if not found:
                 self.discard()
@@ -164,6 +176,10 @@ class Staging:
                 self._empty()
             self.out.mkdir(exist_ok=True)
         return found and resume and self.journal.is_file()
+
+    def _was_published(self, found: bool, resume: bool) -> bool:
+        """Claim: the run that is resumed had renamed its result to OUT when it ended."""
+        return resume and found and not self.out.exists()
 
     def _refuse_foreign(self) -> None:
         """Raise OutputError if what has the staging folder's name was not made by an earlier run."""
@@ -192,11 +208,14 @@ class Staging:
         A mark in the staging folder, or a manifest in OLD, says that it is ours to move; only the mark lets
         it be removed.
         """
-        ours = (self.root / REPLACING).exists() or (self.old / "w4pack.json").is_file()
-        if ours and not self.target.exists() and self.old.is_dir() and not self.old.is_symlink():
+        if self._old_comes_back():
             step()
             self.old.rename(self.target)
         self.remove_old()
+
+    def _old_comes_back(self) -> bool:
+        ours = (self.root / REPLACING).exists() or (self.old / "w4pack.json").is_file()
+        return ours and not self.target.exists() and self.old.is_dir() and not self.old.is_symlink()
 
     def remove_old(self) -> None:
         """Remove what an overwrite moved aside, if a new OUT stands in its place."""

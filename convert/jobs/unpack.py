@@ -47,8 +47,8 @@ from w4pack.convert.source.zeros import ZeroReading
 TARGET = "unpack"
 
 
-def unpack_plan(records: Records, checkpoint: Checkpoint) -> Plan:
-    """Plan every tensor of the source's form."""
+def unpack_plan(records: Records, checkpoint: Checkpoint, *, strict: bool) -> Plan:
+    """Plan every tensor of the source's form. ``strict``: the plan holds the artifact's sha256."""
     tensors: list[tensorfile.TensorInfo] = []
     groups: dict[str, str] = {}
     ops: list[Op] = []
@@ -74,7 +74,7 @@ def unpack_plan(records: Records, checkpoint: Checkpoint) -> Plan:
         target=TARGET,
         options={},
         origin=None,
-        files=source_files(checkpoint, strict=False),
+        files=source_files(checkpoint, strict=strict),
         layers=(),
         dense=(),
         dropped=(),
@@ -204,12 +204,12 @@ def _prove_codes(code_map: CodeMap, rec: LayerRecord, written: Checkpoint) -> No
 
 def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: Running) -> int:
     """Unpack an artifact to ``out``. Returns the number of tensors, all proved."""
+    refuse_damaged(source.checkpoint, value, running.workers)
     if source.problems:
         raise Refused.together(source.problems)
-    refuse_damaged(source.checkpoint, value, running.workers)
     records = Records(source, value)
     recipe = UnpackRecipe(records, source.checkpoint)
-    plan = unpack_plan(records, source.checkpoint)
+    plan = unpack_plan(records, source.checkpoint, strict=running.strict)
 
     def write_rest(folder: Path, written: manifest.Written) -> None:
         shards = plan.shards()

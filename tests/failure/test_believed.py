@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from runner import run
 from w4pack.convert import api
 from w4pack.convert.errors import Refused, VerifyError
 from w4pack.convert.files.checkpoint import open_checkpoint
@@ -69,22 +70,71 @@ def test_finished_output_is_hashed_again(
         api.convert(source, out, running=Running(resume=True))
 
 
+def test_broken_order_is_damage_as_any_other(source: Path, tmp_path: Path) -> None:
+    """A bit of act_perm that leaves no permutation breaks the parsing too; the manifest is asked first."""
+    art, out = tmp_path / "art", tmp_path / "out"
+    api.convert(source, art)
+    flip(art, f"{LAYER}.act_perm")
+    with pytest.raises(VerifyError, match="damaged") as told:
+        api.unpack(art, out)
+    assert told.value.where == f"{LAYER}.act_perm"
+    for target in ("marlin", "gptq"):
+        with pytest.raises(VerifyError, match="damaged"):
+            api.convert(art, out, to=target)
+    assert not out.exists()
+    run("convert", art, out, "--dry-run").expect(4, "damaged", "act_perm")
+    (art / "w4pack.json").unlink()  # nothing says any more what it was
+    run("convert", art, out, "--dry-run").expect(1, "act_perm")
+
+
+def other_codes(folder: Path) -> None:
+    flip(folder, f"{LAYER}.qweight")
+
+
+def other_scales(folder: Path) -> None:
+    flip(folder, f"{LAYER}.scales")
+
+
+def other_order(folder: Path) -> None:
+    """Swap two rows of different groups: still a map, another model."""
+    path = folder / "model.safetensors"
+    with open_checkpoint(LocalStore(folder)) as checkpoint:
+        at = checkpoint.tensors[f"{LAYER}.g_idx"].offset
+        groups = checkpoint.read(f"{LAYER}.g_idx")
+    row = int((groups != groups[0]).argmax())
+    groups[[0, row]] = groups[[row, 0]]
+    data = bytearray(path.read_bytes())
+    data[at : at + groups.nbytes] = groups.tobytes()
+    path.write_bytes(data)
+
+
+def other_settings(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
-def test_finished_output_of_another_source(source: Path, tmp_path: Path, strict: bool) -> None:
+@pytest.mark.parametrize("to", ["marlin", "dense"])
+@pytest.mark.parametrize("change", [other_codes, other_scales, other_order, norm, junk, other_settings])
+def test_finished_output_of_another_source(
+    change: Callable[[Path], None], to: str, strict: bool, older: bool, source: Path, tmp_path: Path
+) -> None:
+    """Bytes decide, whatever the times of the files say."""
     out = tmp_path / "out"
-    api.convert(source, out, running=Running(strict=strict))
-    made = (out / "w4pack.json").stat().st_mtime_ns
-    flip(source, f"{LAYER}.qweight")
-    # with --strict the bytes decide, whatever the times say
-    later = made + (0 if strict else 1_000_000_000)
-    os.utime(source / "model.safetensors", ns=(later, later))
+    api.convert(source, out, to=to, running=Running(strict=strict))
+    change(source)
+    aside = -3600 if older else 3600
+    for file in source.iterdir():
+        when = (out / "w4pack.json").stat().st_mtime + aside
+        os.utime(file, (when, when))
     with pytest.raises(Refused, match="source changed"):
-        api.convert(source, out, running=Running(resume=True, strict=strict))
+        api.convert(source, out, to=to, running=Running(resume=True, strict=strict))
 
 
-def test_equal_bytes_with_another_time_pass_strict(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strict", [(False, False), (False, True), (True, False), (True, True)])
+def test_equal_bytes_with_another_time_pass(source: Path, tmp_path: Path, strict: tuple[bool, bool]) -> None:
     out = tmp_path / "out"
-    api.convert(source, out, running=Running(strict=True))
+    api.convert(source, out, running=Running(strict=strict[0]))
     later = (out / "w4pack.json").stat().st_mtime_ns + 1_000_000_000
     os.utime(source / "model.safetensors", ns=(later, later))
-    assert api.convert(source, out, running=Running(resume=True, strict=True)).was_complete
+    assert api.convert(source, out, running=Running(resume=True, strict=strict[1])).was_complete
