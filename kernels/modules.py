@@ -1,50 +1,57 @@
-"""The module that replaces a linear layer: it holds the artifact's tensors and runs the operators on them.
+"""The modules that replace linear layers: they hold the artifact's tensors and run the operators on them.
 
 Parameter names are the artifact's, so that a state dictionary of the file fits as it is. A module is made on
-the ``meta`` device and filled from the file; nothing is repacked.
+the ``meta`` device and filled from the file; nothing is repacked. ``FusedLinear`` joins layers that read the
+same input (q/k/v, gate/up): the layers keep their places and names in the model, so the model's own code
+stays as it is, and one product serves all of them.
 """
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from w4pack.kernels import ops
-from w4pack.kernels.spec import LinearSpec
+from w4pack.kernels.spec import SUFFIXES, LinearSpec
 
 
-class PackedLinear(nn.Module):
-    """y = x W + b with W in the Marlin tile; x and y have any leading dimensions."""
+class PackedTensors(nn.Module):
+    """The tensors of a packed layer. They follow the module from device to device; no cast reaches them.
 
-    weight: nn.Parameter
-    weight_scale: nn.Parameter
-    weight_zero_point: nn.Parameter | None
-    act_perm: nn.Parameter | None
-    bias: nn.Parameter | None
+    Scales keep the file's dtype whatever the model's is: rounding them once more would change weights. Only
+    the bias, which is added to activations, follows a cast.
+    """
 
-    def __init__(
-        self,
-        spec: LinearSpec,
-        *,
-        dtype: torch.dtype = torch.float16,
-        scale_dtype: torch.dtype | None = None,
-        device: torch.device | str = "meta",
-    ) -> None:
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    weight_zero_point: torch.Tensor | None
+    act_perm: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def __init__(self, spec: LinearSpec) -> None:
         super().__init__()
         self.spec = spec
-        dtypes = {"weight_scale": scale_dtype or dtype, "bias": dtype}
-        shapes = spec.shapes()
-        for name in ("weight", "weight_scale", "weight_zero_point", "act_perm", "bias"):
-            tensor = None
-            if name in shapes:
-                empty = torch.empty(shapes[name], dtype=dtypes.get(name, torch.int32), device=device)
-                tensor = nn.Parameter(empty, requires_grad=False)
-            self.register_parameter(name, tensor)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        """Set a tensor that was moved or cast."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PackedTensors":
+        for name in SUFFIXES:
+            tensor: torch.Tensor | None = getattr(self, name, None)
+            if tensor is not None:
+                moved = fn(tensor) if tensor.is_meta or name == "bias" else tensor.to(_target(fn, tensor))
+                if moved is not tensor:
+                    self._put(name, moved)
+        return self
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., out_features) of x (..., in_features), in x's dtype."""
         spec = self.spec
         rows = self._rows(x.reshape(-1, spec.in_features))
-        bias: torch.Tensor | None = self.bias
+        bias = self.bias
         if bias is not None and spec.n != spec.out_features:
             bias = functional.pad(bias, (0, spec.n - spec.out_features))
         y: torch.Tensor = ops.gemm(
@@ -67,3 +74,143 @@ class PackedLinear(nn.Module):
         kind = "symmetric" if s.sym else "zero points"
         order = ", act-order" if s.act_order else ""
         return f"{s.in_features} -> {s.out_features}, {s.bits} bit, groups of {s.group_size}, {kind}{order}"
+
+
+def _target(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.device:
+    """Return where ``fn`` sends a tensor; an integer is what no cast touches."""
+    return fn(torch.empty(0, dtype=torch.int32, device=tensor.device)).device
+
+
+class PackedLinear(PackedTensors):
+    """y = x W + b with W in the Marlin tile; x and y have any leading dimensions.
+
+    Made empty, on ``device``; ``scale_dtype`` is the file's, ``dtype`` that of activations and bias.
+    """
+
+    def __init__(
+        self,
+        spec: LinearSpec,
+        *,
+        dtype: torch.dtype = torch.float16,
+        scale_dtype: torch.dtype | None = None,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__(spec)
+        dtypes = {"weight_scale": scale_dtype or dtype, "bias": dtype}
+        shapes = spec.shapes()
+        for name in SUFFIXES:
+            tensor = None
+            if name in shapes:
+                empty = torch.empty(shapes[name], dtype=dtypes.get(name, torch.int32), device=device)
+                tensor = nn.Parameter(empty, requires_grad=False)
+            self.register_parameter(name, tensor)
+        self.fused: FusedLinear | None = None
+        self.place = 0  # among the fused parts
+
+    @property
+    def in_features(self) -> int:
+        """Width of the input."""
+        return self.spec.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output."""
+        return self.spec.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., out_features) of x (..., in_features), in x's dtype."""
+        return self.product(x) if self.fused is None else self.fused.part(self.place, x)
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PackedLinear":
+        if self.fused is not None:
+            self.fused._apply(fn)  # the parts are views of it
+        else:
+            super()._apply(fn)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        if self.fused is not None:  # copy into the shared tensors: an assigned one would not be read
+            local_metadata = {**local_metadata, "assign_to_params_buffers": False}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class FusedLinear(PackedTensors):
+    """Packed layers with one input, side by side: columns of one weight, scales, zero points and bias.
+
+    The parts' parameters become views of the joined tensors, so names, shapes and values of a state
+    dictionary stay those of the file, and nothing is held twice. The first part that is called with an input
+    computes all; the others, called with the same tensor, take their columns; after the last one nothing is
+    kept. Any other order of calls is right too, and computes again.
+    """
+
+    def __init__(
+        self, spec: LinearSpec, parts: Sequence[PackedLinear], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__(spec)
+        for name in SUFFIXES:
+            self.register_buffer(name, tensors.get(name), persistent=False)
+        self.parts = tuple(parts)  # in a tuple: the parts own this module, not the other way round
+        self.starts: list[int] = []
+        self._held: list[Any] = []  # input, its version, output, parts still to come
+        start = 0
+        for place, part in enumerate(parts):
+            self.starts.append(start)
+            part.fused, part.place = self, place
+            start += part.spec.out_features
+        self._share()
+
+    def part(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the columns of one part, (..., its out_features), of x (..., in_features)."""
+        y, missing = self._take(place, x)
+        if missing:
+            self._held[:] = [x, _version(x), y, missing]
+        start = self.starts[place]
+        return y[..., start : start + self.parts[place].spec.out_features]
+
+    def _take(self, place: int, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Return the output for x and the parts that have not taken theirs; nothing is held afterwards."""
+        held = list(self._held)
+        self._held.clear()
+        if held and held[0] is x and held[1] == _version(x) and place in held[3]:
+            return held[2], tuple(p for p in held[3] if p != place)
+        return self.product(x), tuple(p for p in range(len(self.parts)) if p != place)
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        self._buffers[name] = tensor
+        self._share()
+
+    def _share(self) -> None:
+        """Make the parts' parameters views of the joined tensors."""
+        bits = self.spec.bits
+        for part, start in zip(self.parts, self.starts, strict=True):
+            units = {"weight": (bits, 2), "weight_scale": (1, 1), "weight_zero_point": (bits, 32)}
+            for name in part.spec.shapes():
+                whole: torch.Tensor = getattr(self, name)
+                if name in units:
+                    times, over = units[name]
+                    whole = whole[:, start * times // over : (start + part.spec.n) * times // over]
+                elif name == "bias":
+                    whole = whole[start : start + part.spec.out_features]
+                part._put(name, whole)
+
+
+def _version(x: torch.Tensor) -> int:
+    """Return a number that changes when x is written to; inference tensors and traced ones have none."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def side_by_side(parts: Sequence[PackedLinear]) -> dict[str, torch.Tensor]:
+    """Return copies of the parts' tensors joined as ``FusedLinear`` holds them."""
+    joined = {}
+    for name in parts[0].spec.shapes():
+        tensors = [getattr(part, name) for part in parts]
+        if name == "act_perm":
+            joined[name] = tensors[0].detach()
+        else:
+            joined[name] = torch.cat([t.detach() for t in tensors], dim=-1)
+    return joined

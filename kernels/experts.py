@@ -1,0 +1,121 @@
+"""The experts of a layer as one module: per-expert tensors of the file, stacked, and a grouped product.
+
+It stands where the model has its fused experts and is called as they are: with tokens, the experts chosen
+for each token, and their weights. Everything stays on the device and has shapes that do not depend on the
+routing, so it can be captured and compiled.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from w4pack.kernels import moe_ops
+from w4pack.kernels.modules import PackedLinear, PackedTensors, side_by_side
+from w4pack.kernels.spec import LinearSpec
+
+
+class StackedLinear(PackedTensors):
+    """One linear layer of every expert, all of one spec; the expert is the first dimension of each tensor."""
+
+    def __init__(self, spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(spec)
+        for name in ("weight", "weight_scale", "weight_zero_point", "act_perm"):
+            self.register_parameter(name, None)
+            if name in tensors:
+                self._put(name, tensors[name])
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Return (R, out_features): pair r of its expert's layer on x[rows[r]]; see ``moe_ops``."""
+        spec = self.spec
+        if self.act_perm is not None:
+            x = moe_ops.moe_gather(x, rows, offsets, self.act_perm, spec.k)
+            rows = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+        elif spec.k != spec.in_features:
+            x = functional.pad(x, (0, spec.k - spec.in_features))
+        y: torch.Tensor = moe_ops.moe_gemm(
+            x.contiguous(),
+            self.weight,
+            self.weight_scale,
+            self.weight_zero_point,
+            rows,
+            offsets,
+            spec.bits,
+            spec.group_size,
+        )
+        return y[:, : spec.out_features]
+
+
+class PackedExperts(nn.Module):
+    """All experts of a layer: y = sum over chosen experts of weight * down(act(gate(x)) * up(x)).
+
+    Args:
+        gate_up: gate and up, side by side in one stack, or as two.
+        down: the second layer.
+        act_fn: the activation.
+    """
+
+    def __init__(
+        self,
+        gate_up: Sequence[StackedLinear],
+        down: StackedLinear,
+        act_fn: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        names = ("gate_up_proj",) if len(gate_up) == 1 else ("gate_proj", "up_proj")
+        for name, layer in zip(names, gate_up, strict=True):
+            self.add_module(name, layer)
+        self.first = names
+        self.down_proj = down
+        self.act_fn = act_fn
+        self.num_experts = down.weight.shape[0]
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return (T, H) of tokens (T, H), chosen experts (T, k) and their weights (T, k).
+
+        The sum over a token's experts is in fp32, in the order of ``top_k_index``, rounded once: it depends
+        neither on other tokens nor on the order in which pairs were computed.
+        """
+        tokens, choices = top_k_index.shape
+        experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        borders = torch.arange(self.num_experts + 1, device=experts.device, dtype=experts.dtype)
+        offsets = torch.searchsorted(experts, borders, out_int32=True)
+        rows = (order // choices).to(torch.int32)
+        inner = self._gated(hidden_states, rows, offsets)
+        pairs = torch.arange(tokens * choices, dtype=torch.int32, device=rows.device)
+        y = self.down_proj(inner, pairs, offsets)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        by_token = y[places].view(tokens, choices, -1).float()
+        return (by_token * top_k_weights.float().unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+    def _gated(self, x: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        outputs = [getattr(self, name)(x, rows, offsets) for name in self.first]
+        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+
+class ExpertParts(nn.Module):
+    """The experts as the file has them, single packed layers: what is filled before they are stacked."""
+
+    def __init__(
+        self, layers: Mapping[str, PackedLinear], act_fn: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        super().__init__()
+        for name, layer in layers.items():  # "3.w1"
+            expert, _, leaf = name.partition(".")
+            if expert not in self._modules:
+                self.add_module(expert, nn.Module())
+            self.get_submodule(expert).add_module(leaf, layer)
+        self.act_fn = act_fn
+
+
+def stacked(rows: Sequence[Sequence[PackedLinear]]) -> dict[str, torch.Tensor]:
+    """Return copies of the tensors of experts as a stack; of each expert, layers that lie side by side."""
+    joined = [side_by_side(layers) for layers in rows]
+    return {name: torch.stack([tensors[name] for tensors in joined]) for name in joined[0]}

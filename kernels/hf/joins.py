@@ -1,0 +1,166 @@
+"""Which packed layers become one in memory: q/k/v and gate/up side by side, experts in stacks.
+
+Joining is decided from specs, dtypes and act-orders before the tensors are there, so that a loader can place
+them at once. Layers that differ in any of these stay apart, and compute the same.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from w4pack.convert.core.families import FusedSet, expert_index, fused_sets
+from w4pack.convert.errors import Refused
+from w4pack.kernels.artifact import Artifact
+from w4pack.kernels.experts import ExpertParts, PackedExperts, StackedLinear, stacked
+from w4pack.kernels.hf.skeleton import GATE_UP_DOWN, Skeleton, replace
+from w4pack.kernels.modules import FusedLinear, side_by_side
+from w4pack.kernels.spec import LinearSpec
+
+OTHER_INPUTS = ("cross_attn", "crossattention", "encoder_attn")  # q reads another tensor than k and v
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """Packed modules, as in the file, that lie side by side in one ``FusedLinear`` of ``spec``."""
+
+    members: tuple[str, ...]
+    spec: LinearSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One layer of all experts: a row of modules side by side for each expert, all of ``spec``."""
+
+    rows: tuple[tuple[str, ...], ...]
+    spec: LinearSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStacks:
+    """The stacks of the experts at ``path`` in the model: gate and up, together or apart, and down."""
+
+    path: str
+    gate_up: tuple[Stack, ...]
+    down: Stack
+
+
+@dataclass(frozen=True, slots=True)
+class Joins:
+    """Everything that is joined in a model."""
+
+    fusions: tuple[Fusion, ...]
+    experts: tuple[ExpertStacks, ...]
+
+
+def find(skeleton: Skeleton) -> Joins:
+    """Return what can be joined in a model whose packed layers are in place.
+
+    Raises:
+        Refused: experts of one layer that differ in bits, groups, symmetry or order: a stack has one scheme.
+    """
+    stacks = tuple(
+        _stacks(path, skeleton)
+        for path, module in skeleton.model.named_modules()
+        if isinstance(module, ExpertParts)
+    )
+    rows = [row for layer in stacks for stack in (*layer.gate_up, layer.down) for row in stack.rows]
+    inside = {name for row in rows for name in row}
+    loose = [name for name in skeleton.paths if name not in inside]
+    fusions = (_fusion(group, skeleton.artifact) for group in fused_sets(loose) if group.kind != "experts")
+    return Joins(tuple(found for found in fusions if found is not None), stacks)
+
+
+def _fusion(group: FusedSet, artifact: Artifact) -> Fusion | None:
+    if any(part in group.name for part in OTHER_INPUTS):
+        return None
+    spec = _row_spec(group.members, artifact)
+    return None if spec is None else Fusion(group.members, spec)
+
+
+def _row_spec(members: tuple[str, ...], artifact: Artifact) -> LinearSpec | None:
+    """Return the spec of modules side by side; None if they must stay apart."""
+    ordered = all(artifact.specs[name].act_order for name in members)
+    same = ordered and len({_order(artifact, name) for name in members}) == 1
+    return artifact.fused(members, same_order=same)
+
+
+def _order(artifact: Artifact, module: str) -> bytes:
+    """Read the act-order of a module: K numbers of 4 bytes."""
+    info = artifact.tensors[f"{module}.act_perm"]
+    path, _ = artifact.files[info.file]
+    with path.open("rb") as file:
+        return os.pread(file.fileno(), info.nbytes, info.offset)
+
+
+# ---- experts ---------------------------------------------------------------------------------------
+
+
+def _stacks(path: str, skeleton: Skeleton) -> ExpertStacks:
+    by_place = {place: name for name, place in skeleton.paths.items() if place.startswith(f"{path}.")}
+    count = len({expert_index(place) for place in by_place})
+    leaves = {place.rpartition(".")[2] for place in by_place}
+    gate, up, down = next(known for known in GATE_UP_DOWN if set(known) == leaves)
+
+    def rows(*wanted: str) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(by_place[f"{path}.{e}.{leaf}"] for leaf in wanted) for e in range(count))
+
+    def one(leaf: str) -> Stack:
+        found = _stack(rows(leaf), skeleton.artifact)
+        if isinstance(found, Stack):
+            return found
+        raise Refused(
+            "the experts of a layer are packed in different ways",
+            code="experts-mixed",
+            where=f"{path}.*.{leaf}",
+            expected="the same bits, groups, symmetry and scale dtype in every expert of a layer",
+            found=" and ".join(sorted(found)),
+            hint="convert to another target for this model: w4pack check SOURCE",
+        )
+
+    together = _stack(rows(gate, up), skeleton.artifact)
+    first = (together,) if isinstance(together, Stack) else (one(gate), one(up))
+    return ExpertStacks(path, first, one(down))
+
+
+def _stack(rows: tuple[tuple[str, ...], ...], artifact: Artifact) -> Stack | set[str]:
+    """Return the stack of rows that all have one scheme, or the schemes in words."""
+    kinds: dict[tuple[LinearSpec | None, str], None] = {}
+    for row in rows:
+        kinds[_row_spec(row, artifact), artifact.tensors[f"{row[0]}.weight_scale"].dtype] = None
+    (spec, _), *others = kinds
+    if spec is None or others:
+        return {f"{_words(artifact.specs[row[0]])} {dtype}" for row in rows for _, dtype in kinds}
+    return Stack(rows, spec)
+
+
+def _words(spec: LinearSpec) -> str:
+    kind = "sym" if spec.sym else "asym"
+    return f"{spec.bits} bit g{spec.group_size} {kind}{' act-order' if spec.act_order else ''}"
+
+
+# ---- joining ---------------------------------------------------------------------------------------
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def join(skeleton: Skeleton, joins: Joins) -> None:
+    """Join layers that have been filled, copying their tensors: set by set, so that one set is held twice."""
+    for fusion in joins.fusions:
+        parts = [skeleton.layer(name) for name in fusion.members]
+        FusedLinear(fusion.spec, parts, side_by_side(parts))
+    for layer in joins.experts:
+        place_experts(skeleton, layer, [_copied(skeleton, s) for s in (*layer.gate_up, layer.down)])
+
+
+def _copied(skeleton: Skeleton, stack: Stack) -> Tensors:
+    return stacked([[skeleton.layer(name) for name in row] for row in stack.rows])
+
+
+def place_experts(skeleton: Skeleton, layer: ExpertStacks, tensors: Sequence[Tensors]) -> None:
+    """Put the stacked experts in the place of their parts; ``tensors`` for each stack, down last."""
+    specs = [stack.spec for stack in (*layer.gate_up, layer.down)]
+    *gate_up, down = map(StackedLinear, specs, tensors)
+    parts = skeleton.model.get_submodule(layer.path)
+    replace(skeleton.model, layer.path, PackedExperts(gate_up, down, parts.act_fn))

@@ -1,0 +1,152 @@
+"""``AutoModelForCausalLM.from_pretrained`` on an artifact, through transformers' hooks for quantizers.
+
+transformers reads the files and fills the layers; ours is what it fills: packed layers on the ``meta``
+device, names and shapes compared from the headers before, layers joined after. It would only warn of a
+missing tensor and go on with what lies in memory, so nothing is left to its report.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from w4pack.convert.dialects import w4pack as dialect
+from w4pack.convert.errors import Refused, UsageError
+from w4pack.kernels import launch
+from w4pack.kernels.artifact import open_artifact
+from w4pack.kernels.hf import joins, skeleton
+
+METHOD = "w4pack"
+ACTIVATIONS = (torch.float16, torch.bfloat16)
+
+
+class W4PackConfig(QuantizationConfigMixin):
+    """The artifact's ``quantization_config``, key for key."""
+
+    def __init__(self, **block: Any) -> None:
+        self.__dict__.update(block)
+        self.quant_method = METHOD
+
+
+class W4PackQuantizer(HfQuantizer):
+    """Puts packed layers into a model that transformers loads."""
+
+    requires_calibration = True  # only artifacts are loaded, nothing is quantized on the way
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse what cannot run before anything is read: unknown versions, cards that are too old."""
+        refusals = dialect.claims(self.quantization_config.to_dict()).refusals
+        if refusals:
+            key, found = refusals[0]
+            raise Refused(
+                "the artifact is of a kind that this version of w4pack does not run",
+                code="artifact-unknown",
+                where=f"quantization_config.{key}",
+                found=found,
+                hint="install the w4pack that wrote it, or convert again: w4pack convert SOURCE OUT",
+            )
+        for device in cards(device_map):
+            launch.device(device)
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of activations: the model's, which the kernels take in 16 bit only."""
+        return activations(dtype)
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Keep scales as they are in the file; ``dtype`` is otherwise that of the parameter on ``meta``."""
+        return dtype  # a packed layer on ``meta`` has the file's dtypes, so this is no cast for its scales
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Any = None, dtype: Any = None, **kwargs: Any
+    ) -> None:
+        if not checkpoint_files:
+            raise UsageError(
+                "an artifact is loaded from its folder, not from a state dictionary",
+                code="no-files",
+                hint="from_pretrained(PATH) without `state_dict`",
+            )
+        artifact = open_artifact(Path(checkpoint_files[0]).parent)
+        self.skeleton = skeleton.build(model, artifact, model.dtype)
+        self.joins = joins.find(self.skeleton)
+        self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        for name, tensor in model.named_parameters():
+            tensor.requires_grad_(False)
+            if tensor.dtype != self.dtypes.get(name, tensor.dtype):
+                tensor.data = tensor.data.to(self.dtypes[name])  # 5.16 does not cast tensors it renamed
+        joins.join(self.skeleton, self.joins)
+        del self.skeleton, self.joins, self.dtypes
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
+        """Take out transformers' merging of experts where ours are packed."""
+        return self.skeleton.names.conversions(weight_conversions)
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Refuse ``save_pretrained``: the artifact's folder is the saved form, with its manifest.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "a packed model is not saved from memory",
+            code="not-serializable",
+            hint="copy the artifact's folder, or: w4pack push OUT ORG/NAME",
+        )
+
+    @property
+    def is_trainable(self) -> bool:
+        """Packed weights have no gradient."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """The operators have fake versions."""
+        return True
+
+
+def cards(device_map: Any) -> list[int]:
+    """Return the index of every GPU that a device map names."""
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    found = set()
+    for place in places:
+        if isinstance(place, int):
+            found.add(place)
+        elif place is not None and str(place).partition(":")[0] == "cuda":
+            device = torch.device(place)
+            found.add(torch.cuda.current_device() if device.index is None else device.index)
+    return sorted(found)
+
+
+def activations(dtype: torch.dtype) -> torch.dtype:
+    """Return the 16-bit dtype for a model of ``dtype``; fp32 becomes bf16, with a warning: same range."""
+    if dtype in ACTIVATIONS:
+        return dtype
+    warnings.warn(f"the kernels compute in 16 bit: bfloat16 instead of {dtype}", stacklevel=2)
+    return torch.bfloat16
+
+
+def register() -> None:
+    """Make transformers load artifacts: ``AutoModelForCausalLM.from_pretrained(PATH)``. May be called again.
+
+    Raises:
+        UsageError: another package has taken the name ``w4pack``.
+    """
+    taken = [AUTO_QUANTIZER_MAPPING.get(METHOD), AUTO_QUANTIZATION_CONFIG_MAPPING.get(METHOD)]
+    if taken == [W4PackQuantizer, W4PackConfig]:
+        return
+    if any(taken):
+        raise UsageError("another quantizer is registered as `w4pack`", code="taken", found=str(taken))
+    register_quantization_config(METHOD)(W4PackConfig)
+    register_quantizer(METHOD)(W4PackQuantizer)

@@ -1,0 +1,236 @@
+"""A model without numbers: transformers' own, its packed layers replaced, its names held against the file's.
+
+Both ways into transformers use it, ``load`` and ``from_pretrained``. No tensor is read here.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from w4pack.convert.errors import Refused, SourceError, W4PackError
+from w4pack.kernels.artifact import Artifact, Expected, compare_names
+from w4pack.kernels.experts import ExpertParts
+from w4pack.kernels.hf.names import Names
+from w4pack.kernels.modules import PackedLinear
+from w4pack.kernels.spec import LinearSpec
+
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+IGNORED = ("rotary_emb.inv_freq",)  # old files hold what is computed
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A model on the ``meta`` device whose packed layers wait for an artifact's tensors.
+
+    paths  packed module as in the file -> its place in the model
+    """
+
+    model: PreTrainedModel
+    artifact: Artifact
+    names: Names
+    paths: Mapping[str, str]
+
+    def layer(self, name: str) -> PackedLinear:
+        """Return the layer in the place of a packed module."""
+        found = self.model.get_submodule(self.paths[name])
+        assert isinstance(found, PackedLinear)
+        return found
+
+
+def build(model: PreTrainedModel, artifact: Artifact, dtype: torch.dtype) -> Skeleton:
+    """Replace the packed layers of a model on ``meta`` in place, and compare all names and shapes.
+
+    Args:
+        model: as transformers makes it.
+        artifact: opened.
+        dtype: of activations, fp16 or bf16.
+
+    Raises:
+        Refused: a packed layer that the model has no place for.
+        SourceError: tensors that the model misses, or does not know, or that have other shapes.
+    """
+    names = Names(model, artifact.specs)
+    ignored = _ignored(model)
+    paths = {name: names.module(name) for name in artifact.specs if not ignored(f"{name}.weight")}
+    _replace(model, artifact, paths, dtype)
+    for tied in [n for n in model.all_tied_weights_keys if n.removesuffix(".weight") in paths.values()]:
+        del model.all_tied_weights_keys[tied]  # a packed head is its own, whatever the config says
+    compare_names(artifact, _expected(model, artifact, names), tied=model.all_tied_weights_keys)
+    return Skeleton(model, artifact, names, paths)
+
+
+# ---- replacing -------------------------------------------------------------------------------------
+
+
+def _replace(
+    model: PreTrainedModel, artifact: Artifact, paths: Mapping[str, str], dtype: torch.dtype
+) -> None:
+    experts: dict[str, dict[str, PackedLinear]] = {}
+    problems: list[W4PackError] = []
+    for name, path in paths.items():
+        spec = artifact.specs[name]
+        scales = DTYPES[artifact.tensors[f"{name}.weight_scale"].dtype]
+        layer = PackedLinear(spec, dtype=dtype, scale_dtype=scales)
+        original = _module_at(model, path)
+        parent, _, leaf = path.rpartition(".experts.")
+        if isinstance(original, nn.Linear):
+            problems += _linear_problems(name, original, spec)
+            replace(model, path, layer)
+        elif leaf and _module_at(model, f"{parent}.experts") is not None:
+            experts.setdefault(f"{parent}.experts", {})[leaf] = layer
+        else:
+            problems.append(_no_place(name, model, original))
+    for path, layers in experts.items():
+        original = model.get_submodule(path)
+        found = list(_expert_problems(path, original, layers))
+        problems += found
+        if not found:
+            replace(model, path, ExpertParts(layers, original.act_fn))
+    if problems:
+        raise Refused.together(problems)
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a module in the place of another."""
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def _linear_problems(name: str, original: nn.Linear, spec: LinearSpec) -> Iterator[W4PackError]:
+    wanted, found = (original.in_features, original.out_features), (spec.in_features, spec.out_features)
+    if wanted != found:
+        yield SourceError(
+            "a packed layer has other sizes than the model's",
+            code="tensor-mismatch",
+            where=name,
+            expected=f"{wanted[0]} -> {wanted[1]}",
+            found=f"{found[0]} -> {found[1]}",
+        )
+    if original.bias is not None and not spec.bias:
+        yield SourceError(
+            "a tensor of the model is missing in the artifact",
+            code="missing-tensor",
+            where=f"{name}.bias",
+            expected=str(list(original.bias.shape)),
+        )
+
+
+def _no_place(name: str, model: nn.Module, original: nn.Module | None) -> W4PackError:
+    return Refused(
+        "the model class has no linear layer in the place of a packed one",
+        code="no-place",
+        where=name,
+        expected=f"a linear layer of {type(model).__name__}",
+        found="no such module" if original is None else type(original).__name__,
+    )
+
+
+def _expert_problems(
+    path: str, original: nn.Module, layers: Mapping[str, PackedLinear]
+) -> Iterator[W4PackError]:
+    """Yield why the fused experts of a model class cannot be replaced, or do not fit the file's."""
+    reason = _unlike(original)
+    if reason:
+        yield Refused(
+            "the model class computes its experts in a way that the packed ones do not",
+            code="experts",
+            where=f"{path} ({type(original).__name__})",
+            expected="gate and up side by side, an activation, down; no biases",
+            found=reason,
+        )
+        return
+    count, twice_inner, hidden = original.gate_up_proj.shape
+    leaves: dict[str, set[int]] = {}
+    for name, layer in layers.items():
+        expert, _, leaf = name.partition(".")
+        leaves.setdefault(leaf, set()).add(int(expert) if expert.isdigit() else -1)
+        wanted = (twice_inner // 2, hidden) if leaf in DOWN_LEAVES else (hidden, twice_inner // 2)
+        if (layer.spec.in_features, layer.spec.out_features) != wanted or layer.spec.bias:
+            yield SourceError(
+                "a packed expert has other sizes than the model's",
+                code="tensor-mismatch",
+                where=f"{path}.{name}",
+                expected=f"{wanted[0]} -> {wanted[1]}, no bias",
+                found=f"{layer.spec.in_features} -> {layer.spec.out_features}"
+                + (", with a bias" if layer.spec.bias else ""),
+            )
+    if set(leaves) not in EXPERT_LEAVES or any(found != set(range(count)) for found in leaves.values()):
+        packed = ", ".join(f"{len(found)} x {leaf}" for leaf, found in leaves.items())
+        yield Refused(
+            "some experts of a layer are packed and others are not",
+            code="experts",
+            where=path,
+            expected=f"gate, up and down of {count} experts",
+            found=packed,
+        )
+
+
+GATE_UP_DOWN = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+EXPERT_LEAVES = tuple(set(leaves) for leaves in GATE_UP_DOWN)
+DOWN_LEAVES = tuple(leaves[2] for leaves in GATE_UP_DOWN)
+
+
+def _unlike(experts: nn.Module) -> str | None:
+    """Return what an experts class does that the packed module does not; None if it is alike."""
+    for name in ("gate_up_proj", "down_proj", "act_fn"):
+        if not hasattr(experts, name):
+            return f"no `{name}`"
+    wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    for name, value in {**wanted, "has_post_expert_norm": False}.items():
+        if getattr(experts, name, value) is not value:
+            return f"{name}: {getattr(experts, name)}"
+    gate = getattr(type(experts), "_apply_gate", None)
+    if gate is not None and gate.__module__ != "transformers.integrations.moe":
+        return "a gate of its own"
+    return None
+
+
+# ---- names -----------------------------------------------------------------------------------------
+
+
+def _expected(model: PreTrainedModel, artifact: Artifact, names: Names) -> dict[str, Expected]:
+    """Return what the model wants, by the names of the file."""
+    state, ignored = model.state_dict(), _ignored(model)
+    expected: dict[str, Expected] = {}
+    merged: Counter[tuple[str, int]] = Counter()
+    found: set[str] = set()
+    for name, info in artifact.tensors.items():
+        path, pattern = names.tensor(name)
+        if path in state:
+            found.add(path)
+            if pattern is None:
+                expected[name] = (None, tuple(state[path].shape))
+            else:  # experts left in 16 bit: transformers merges them, and knows their shapes
+                expected[name] = (None, info.shape)
+                merged[path, names.merged_from(pattern)] += 1
+        elif ignored(name):
+            expected[name] = (None, info.shape)
+    for (path, each), count in merged.items():
+        if count != each * state[path].shape[0]:
+            found.discard(path)
+    buffers = {name for name, _ in model.named_buffers()}
+    missing = [path for path in state if path not in found and path not in buffers]
+    return expected | {path: (None, tuple(state[path].shape)) for path in missing}
+
+
+class _ignored:  # noqa: N801 - reads as a question
+    """Tell whether the model class leaves a tensor of the file aside."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        patterns: Iterable[str] = model._keys_to_ignore_on_load_unexpected or ()
+        self._patterns = [re.compile(p) for p in (*patterns, *map(re.escape, IGNORED))]
+
+    def __call__(self, name: str) -> bool:
+        return any(pattern.search(name) for pattern in self._patterns)
