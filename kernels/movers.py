@@ -94,7 +94,7 @@ class CudaMover:
         torch.cuda.set_device(self._device)
         _driver().enter(self._device.index)
         try:
-            self._slots = [torch.empty(self._size, dtype=torch.uint8, pin_memory=True) for _ in range(SLOTS)]
+            self._slots = [_pinned(self._size) for _ in range(SLOTS)]
         except RuntimeError as err:
             raise W4PackError(
                 "no page-locked memory for the staging buffers",
@@ -126,6 +126,10 @@ class CudaMover:
     def finish(self) -> None:
         """Wait for the stream: the buffers may go and the arenas may be used."""
         self._stream.synchronize()
+
+
+def _pinned(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 # ---------------------------------------------------------------- the driver

@@ -61,8 +61,13 @@ def load_file(
     The counterpart of ``safetensors.torch.load_file`` for any checkpoint. Raises SourceError for what is no
     safetensors file, else as ``execute``.
     """
-    tensors, files = _folder(path) if os.path.isdir(path) else _single(Path(path))  # noqa: PTH112
+    tensors, files = file_tensors(path)
     return execute(make_plan(rest(tensors, ())), files, device, threads=threads)
+
+
+def file_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, TensorInfo], Files]:
+    """Return the tensors of a safetensors file or of a model's folder, and the files, from headers alone."""
+    return _folder(path) if Path(path).is_dir() else _single(Path(path))
 
 
 def _folder(path: str | os.PathLike[str]) -> tuple[dict[str, TensorInfo], Files]:

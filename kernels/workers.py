@@ -32,7 +32,8 @@ class WeightFile:
 
     def __enter__(self) -> "WeightFile":
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            # O_NONBLOCK: a pipe of that name must not hang the caller
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             self.size = os.fstat(self._fd).st_size
         except OSError as err:
             raise os_error(err, "cannot open a weight file", str(self.path)) from err
