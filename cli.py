@@ -330,6 +330,53 @@ def push(**given: Any) -> None:
         run_push(given)
 
 
+@root.command(short_help="Answer prompts with an artifact.")
+@click.argument("path")
+@click.argument("prompts", metavar="PROMPT...", nargs=-1, required=True)
+@click.option(
+    "--device", help="cpu, cuda or cuda:1; without it a GPU if the kernels run on it, else the CPU."
+)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Most tokens of an answer.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="Above 0: draw tokens, the more freely the higher; 0: always take the likeliest.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Draw only from the likeliest tokens that make up this probability.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the drawing of tokens.")
+@click.option("--system", metavar="TEXT", help="What the model is told before the prompt.")
+@click.option(
+    "--no-chat", "chat", flag_value=False, default=True, help="Send the prompt as it is, in no chat template."
+)
+@hub_options
+@output_options
+def generate(**given: Any) -> None:
+    """Load the artifact PATH (a folder or ORG/NAME) and continue or answer each PROMPT; `-` reads it from
+    stdin.
+
+    \b
+    w4pack generate ./llama-marlin "Why is the sky blue?"
+    """
+    with _errors(given):
+        from w4pack.kernels.hf.generate import run_generate
+
+        run_generate(given)
+
+
 @contextlib.contextmanager
 def _errors(given: dict[str, Any]) -> Iterator[None]:
     """Print errors in the form asked for, and leave with their exit code."""

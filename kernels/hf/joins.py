@@ -45,6 +45,11 @@ class ExpertStacks:
     gate_up: tuple[Stack, ...]
     down: Stack
 
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """All of them, down last."""
+        return (*self.gate_up, self.down)
+
 
 @dataclass(frozen=True, slots=True)
 class Joins:
@@ -65,7 +70,7 @@ def find(skeleton: Skeleton) -> Joins:
         for path, module in skeleton.model.named_modules()
         if isinstance(module, ExpertParts)
     )
-    rows = [row for layer in stacks for stack in (*layer.gate_up, layer.down) for row in stack.rows]
+    rows = [row for layer in stacks for stack in layer.stacks for row in stack.rows]
     inside = {name for row in rows for name in row}
     loose = [name for name in skeleton.paths if name not in inside]
     fusions = (_fusion(group, skeleton.artifact) for group in fused_sets(loose) if group.kind != "experts")
@@ -151,7 +156,7 @@ def join(skeleton: Skeleton, joins: Joins) -> None:
         parts = [skeleton.layer(name) for name in fusion.members]
         FusedLinear(fusion.spec, parts, side_by_side(parts))
     for layer in joins.experts:
-        place_experts(skeleton, layer, [_copied(skeleton, s) for s in (*layer.gate_up, layer.down)])
+        place_experts(skeleton, layer, [_copied(skeleton, s) for s in layer.stacks])
 
 
 def _copied(skeleton: Skeleton, stack: Stack) -> Tensors:
@@ -160,7 +165,7 @@ def _copied(skeleton: Skeleton, stack: Stack) -> Tensors:
 
 def place_experts(skeleton: Skeleton, layer: ExpertStacks, tensors: Sequence[Tensors]) -> None:
     """Put the stacked experts in the place of their parts; ``tensors`` for each stack, down last."""
-    specs = [stack.spec for stack in (*layer.gate_up, layer.down)]
+    specs = [stack.spec for stack in layer.stacks]
     *gate_up, down = map(StackedLinear, specs, tensors)
     parts = skeleton.model.get_submodule(layer.path)
     replace(skeleton.model, layer.path, PackedExperts(gate_up, down, parts.act_fn))

@@ -10,6 +10,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from w4pack.convert.core.families import expert_index
+from w4pack.convert.errors import Refused
+
 
 class Names:
     """Where a model wants the tensors of a file. Made before any module is replaced.
@@ -45,8 +48,37 @@ class Names:
 
     def merged_from(self, pattern: str) -> int:
         """Return how many tensors of one expert a merged tensor is made of."""
-        converter = next(c for c in self._converters if pattern in c.source_patterns)
-        return len(converter.source_patterns)
+        return len(self._converter(pattern).source_patterns)
+
+    def merged(self, tensors: Iterable[str]) -> dict[str, list[list[str]]]:
+        """Return, for each merged tensor of experts that are not packed, its rows: an expert's tensors in the
+        order in which they lie on top of each other, (out, in) each.
+
+        Raises:
+            Refused: tensors that transformers merges in another way.
+        """
+        found: dict[str, dict[int, dict[int, str]]] = {}
+        for name in tensors:
+            path, pattern = self.tensor(name)
+            if pattern is not None:
+                converter = self._converter(pattern)
+                expert = expert_index(name.rpartition(".")[0])
+                if expert is None or not _stacks_experts(converter):
+                    raise Refused(
+                        "transformers merges tensors of this model in a way that the loader does not",
+                        code="merge",
+                        where=name,
+                        hint="w4pack.register(), then AutoModelForCausalLM.from_pretrained(PATH)",
+                    )
+                place = converter.source_patterns.index(pattern)
+                found.setdefault(path, {}).setdefault(expert, {})[place] = name
+        return {
+            path: [[row[place] for place in sorted(row)] for _, row in sorted(experts.items())]
+            for path, experts in found.items()
+        }
+
+    def _converter(self, pattern: str) -> Any:
+        return next(c for c in self._converters if pattern in c.source_patterns)
 
     def conversions(self, given: Iterable[Any]) -> list[Any]:
         """Return transformers' conversions without those that would merge packed experts.
@@ -78,6 +110,13 @@ class Names:
                 mine = copy.deepcopy(converter)
                 mine.scope_prefix, mine.base_model_prefix = parent.rpartition(".")[0].rpartition(".")[0], ""
                 yield mine
+
+
+def _stacks_experts(converter: Any) -> bool:
+    """Tell whether a converter stacks experts, of each one or several matrices one below the other."""
+    kinds = [(type(op).__name__, op.dim) for op in converter.operations if hasattr(op, "dim")]
+    known = [("MergeModulelist", 0), ("Concatenate", 1)]
+    return len(kinds) == len(converter.operations) and kinds in (known[:1], known)
 
 
 def _matches(converter: Any, name: str) -> bool:

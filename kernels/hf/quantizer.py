@@ -78,13 +78,12 @@ class W4PackQuantizer(HfQuantizer):
         artifact = open_artifact(Path(checkpoint_files[0]).parent)
         self.skeleton = skeleton.build(model, artifact, model.dtype)
         self.joins = joins.find(self.skeleton)
-        self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        self.dtypes = {name: self.skeleton.dtype_of(name) for name, _ in model.named_parameters()}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for name, tensor in model.named_parameters():
             tensor.requires_grad_(False)
-            if tensor.dtype != self.dtypes.get(name, tensor.dtype):
-                tensor.data = tensor.data.to(self.dtypes[name])  # 5.16 does not cast tensors it renamed
+            tensor.data = tensor.data.to(self.dtypes[name])  # 5.16 does not cast what it renamed
         joins.join(self.skeleton, self.joins)
         del self.skeleton, self.joins, self.dtypes
         return model
@@ -135,6 +134,12 @@ def activations(dtype: torch.dtype) -> torch.dtype:
         return dtype
     warnings.warn(f"the kernels compute in 16 bit: bfloat16 instead of {dtype}", stacklevel=2)
     return torch.bfloat16
+
+
+def warn_of_range(dtype: torch.dtype, own: torch.dtype | None) -> None:
+    """Warn where a model that was made for the range of bf16 is to run in fp16."""
+    if dtype == torch.float16 and own in (torch.bfloat16, torch.float32):
+        warnings.warn(f"float16 ends at 65504, and the model is of {own}: outputs may overflow", stacklevel=3)
 
 
 def register() -> None:

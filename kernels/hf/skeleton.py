@@ -20,6 +20,7 @@ from w4pack.kernels.modules import PackedLinear
 from w4pack.kernels.spec import LinearSpec
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+FP32_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 IGNORED = ("rotary_emb.inv_freq",)  # old files hold what is computed
 
 
@@ -40,6 +41,21 @@ class Skeleton:
         found = self.model.get_submodule(self.paths[name])
         assert isinstance(found, PackedLinear)
         return found
+
+    def dtype_of(self, path: str) -> torch.dtype:
+        """Return the dtype of a parameter: the file's for packed tensors, for others the model's, or fp32
+        where the model class asks for it.
+        """
+        own = self.model.get_parameter(path).dtype
+        wide = (part for name in FP32_LISTS for part in getattr(self.model, name, None) or ())
+        packed = path.rpartition(".")[0] in self.paths.values()
+        return torch.float32 if not packed and any(part in path for part in wide) else own
+
+    def wants(self, tensor: str) -> bool:
+        """Tell whether the model has a place for a tensor of the file; the others it leaves aside."""
+        module, _, leaf = self.names.tensor(tensor)[0].rpartition(".")
+        found = _module_at(self.model, module)
+        return found is not None and (leaf in found._parameters or leaf in found._buffers)
 
 
 def build(model: PreTrainedModel, artifact: Artifact, dtype: torch.dtype) -> Skeleton:

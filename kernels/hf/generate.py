@@ -1,0 +1,232 @@
+"""``w4pack generate``: text from an artifact, streamed to stdout; figures and notes go to stderr.
+
+Imports nothing heavy when loaded, so that a missing extra is said in words.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from w4pack.convert.console import Given, print_json, question_reporter, say, where_of
+from w4pack.convert.errors import SourceError, UsageError, W4PackError
+from w4pack.convert.events import SCHEMA
+from w4pack.convert.hub.resolve import HubSource, parse_source, snapshot
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from w4pack.kernels.hf.streams import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """A loaded model with its tokenizer, and how it is asked."""
+
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    given: Given
+    load_seconds: float
+
+
+def run_generate(given: Given) -> None:
+    """Answer every prompt.
+
+    Raises:
+        UsageError: an extra, a device or a chat template that is missing; options that exclude each other.
+        SourceError: no tokenizer, or an artifact that is broken.
+    """
+    _require_extras()
+    prompts = [sys.stdin.read() if text == "-" else text for text in given["prompts"]]
+    if given["system"] is not None and not given["chat"]:
+        raise UsageError("a system text needs the chat template", where="--system", found="--no-chat")
+    speaker = _open(given)
+    for number, prompt in enumerate(prompts):
+        if number and not given["as_json"]:
+            print()
+        _answer(speaker, prompt)
+
+
+def _require_extras() -> None:
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"running a model needs {' and '.join(missing)}",
+            code="extra-missing",
+            hint="pip install 'w4pack[gpu]'",
+        )
+
+
+def _open(given: Given) -> Speaker:
+    from transformers.utils import logging
+
+    from w4pack.kernels.hf.load import load
+
+    logging.set_verbosity_error()  # its notes are for those who write programs
+    folder = _folder(given)
+    tokenizer = _tokenizer(folder)
+    if given["system"] is not None and not tokenizer.chat_template:
+        raise UsageError("the tokenizer has no chat template", where=str(folder), hint="leave out --system")
+    device = given["device"] or _default_device(given)
+    start = time.perf_counter()
+    model = load(folder, device)
+    return Speaker(model, tokenizer, given, time.perf_counter() - start)
+
+
+def _folder(given: Given) -> Path:
+    where = where_of(given)
+    found = parse_source(given["path"], where.revision)
+    if not isinstance(found, HubSource):
+        return found.path
+    question_reporter(given).event("note", text=found.notice)
+    return snapshot(found, cache_dir=where.cache_dir, local_files_only=where.local_files_only)
+
+
+def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except Exception as err:  # transformers and its tokenizers raise nearly anything
+        raise SourceError(
+            "no tokenizer that transformers can load",
+            code="no-tokenizer",
+            where=str(folder),
+            expected="tokenizer.json, or what else the tokenizer's class asks for",
+            found=str(err).strip().partition("\n")[0][:200],
+        ) from err
+    return found
+
+
+def _default_device(given: Given) -> str:
+    """Return ``cuda`` if the kernels can run on the current card, else ``cpu``; say which, and why."""
+    import torch
+
+    from w4pack.kernels import launch
+
+    reason = "torch sees no GPU"
+    if torch.cuda.is_available():
+        try:
+            launch.device(torch.cuda.current_device())
+        except UsageError as err:
+            reason = err.what
+        else:
+            _note(given, f"running on {torch.cuda.get_device_name()}")
+            return "cuda"
+    _note(given, f"running on the CPU, slowly: {reason}")
+    return "cpu"
+
+
+def _note(given: Given, text: str) -> None:
+    if not given["quiet"]:
+        say(text)
+
+
+# ---- one prompt ------------------------------------------------------------------------------------
+
+
+def _answer(speaker: Speaker, prompt: str) -> None:
+    from w4pack.kernels.hf.streams import Stream
+
+    given = speaker.given
+    ids = _tokens(speaker, prompt)
+    stream = Stream(speaker.tokenizer, None if given["as_json"] else sys.stdout)
+    try:
+        _run(speaker, ids, stream)
+    finally:
+        stream.line_end()
+    if given["as_json"]:
+        print_json(_record(speaker, prompt, ids, stream))
+    else:
+        _note(given, _figures(speaker, stream))
+
+
+def _tokens(speaker: Speaker, prompt: str) -> "Tensor":
+    """Return the prompt's token ids (1, length), in the chat template where there is one."""
+    import torch
+
+    tokenizer, given = speaker.tokenizer, speaker.given
+    if given["chat"] and tokenizer.chat_template:
+        system = [] if given["system"] is None else [{"role": "system", "content": given["system"]}]
+        chat = [*system, {"role": "user", "content": prompt}]
+        try:
+            found: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+        except Exception as err:  # a template is a program; its errors are of any class
+            raise W4PackError(
+                "the chat template does not take this conversation",
+                code="chat-template",
+                found=str(err).strip().partition("\n")[0][:200],
+                hint="--no-chat sends the prompt as it is",
+            ) from err
+    else:
+        found = tokenizer(prompt)
+    ids = list(found["input_ids"])
+    most = getattr(speaker.model.config.get_text_config(), "max_position_embeddings", None)
+    if not ids or (most is not None and len(ids) >= most):
+        raise UsageError(
+            "the prompt has no room in the model's context",
+            code="prompt-length",
+            expected=f"1 to {most - 1 if most else 'any number of'} tokens",
+            found=str(len(ids)),
+        )
+    return torch.tensor([ids], device=speaker.model.device)
+
+
+def _run(speaker: Speaker, ids: "Tensor", stream: "Stream") -> None:
+    import torch
+    from transformers import LogitsProcessorList
+
+    from w4pack.kernels.hf.streams import FiniteScores
+
+    given, model = speaker.given, speaker.model
+    torch.manual_seed(given["seed"])
+    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if given["temperature"] > 0:
+        sampling = {
+            "do_sample": True,
+            "temperature": given["temperature"],
+            "top_p": given["top_p"],
+            "top_k": 0,
+        }
+    ends = model.generation_config.eos_token_id
+    first = ends[0] if isinstance(ends, list) else ends
+    stream.begin()
+    model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=given["max_new_tokens"],
+        pad_token_id=speaker.tokenizer.pad_token_id if first is None else first,
+        logits_processor=LogitsProcessorList([FiniteScores(model)]),
+        streamer=stream,
+        **sampling,
+    )
+
+
+def _record(speaker: Speaker, prompt: str, ids: "Tensor", stream: "Stream") -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "prompt": prompt,
+        "text": stream.text,
+        "prompt_tokens": ids.shape[1],
+        "new_tokens": stream.count,
+        "finish": "length" if stream.count >= speaker.given["max_new_tokens"] else "stop",
+        "device": str(speaker.model.device),
+        "dtype": str(speaker.model.dtype).removeprefix("torch."),
+        "load_seconds": round(speaker.load_seconds, 3),
+        "first_token_seconds": round(stream.first_seconds, 4),
+        "tokens_per_second": None if stream.rate is None else round(stream.rate, 2),
+    }
+
+
+def _figures(speaker: Speaker, stream: "Stream") -> str:
+    parts: Sequence[str] = (
+        f"loaded in {speaker.load_seconds:.2f} s",
+        f"first token after {stream.first_seconds:.3f} s",
+        f"{stream.count} tokens" + ("" if stream.rate is None else f", {stream.rate:.1f} a second"),
+    )
+    return " · ".join(parts)
