@@ -3,8 +3,8 @@
 Threads take chunks from one list; each reads with ``preadv`` into its own two buffers and copies by its own
 mover. Neither needs the interpreter lock. An error in one thread stops the others.
 
-The kernel's read-ahead is told that reads are random (``posix_fadvise``): every read is large and exact,
-threads share a file, and what lies between the rows of a slice shall stay on the disk.
+The page cache gets no advice (``posix_fadvise``): on a cold file 8 threads of 8 MiB read as fast without it as
+with SEQUENTIAL or RANDOM, and with none of them does the kernel fetch what lies between the rows of a slice.
 """
 
 import os
@@ -46,7 +46,6 @@ class WeightFile:
                 expected=f"{self._expected:,} bytes",
                 found=f"{self.size:,} bytes",
             )
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         return self
 
     def __exit__(self, *exc: object) -> None:
