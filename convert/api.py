@@ -174,7 +174,7 @@ def unpack(
 ) -> int:
     """Turn an artifact back into its source. Returns the number of tensors, all of them proved."""
     from w4pack.convert.jobs import manifest
-    from w4pack.convert.jobs.conversion import check_place
+    from w4pack.convert.jobs.conversion import settle_place
     from w4pack.convert.jobs.unpack import unpack_source
 
     running = running or Running()
@@ -184,7 +184,7 @@ def unpack(
             raise ValueError("an artifact is unpacked from a folder")
         value = manifest.load(folder)
         source = read_source(checkpoint, DetectOptions())
-        check_place(checkpoint, Path(out), running)
+        settle_place(checkpoint, Path(out), running)
         return unpack_source(source, value, Path(out), running)
 
 

@@ -56,7 +56,7 @@ def _convert_options(given: Given) -> ConvertOptions:
 def run_convert(given: Given, stop: StopFlag) -> None:
     """Plan, print the plan, work, print what was done."""
     options, out = _convert_options(given), Path(given["out"])
-    _check_sizes(given, options)
+    _check_given(given, options)
     reporter = reporter_of(given)
     running = _running(given, stop, reporter)
     try:
@@ -80,7 +80,10 @@ def run_convert(given: Given, stop: StopFlag) -> None:
         run_push({**given, "repo_id": given["push_to"], "out": str(out)}, access)
 
 
-def _check_sizes(given: Given, options: ConvertOptions) -> None:
+def _check_given(given: Given, options: ConvertOptions) -> None:
+    """Refuse or tell what makes no sense with where OUT goes. Raises UsageError."""
+    if given["private"] and not given["push_to"]:
+        raise UsageError("`--private` has no meaning without `--push-to`", where="--private")
     if options.max_shard_size > HUB_FILE_LIMIT:
         if given["push_to"]:
             raise UsageError(

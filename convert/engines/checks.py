@@ -1,6 +1,7 @@
 """Tests that rows of several engines share. Each returns ``(expected, found)``, findings, or nothing."""
 
 from collections.abc import Iterator
+from math import lcm
 
 from w4pack.convert.core.families import rename_experts
 from w4pack.convert.engines.labels import first
@@ -186,6 +187,21 @@ def k_split(model: Model, kind: Kind, tp: int) -> Hit:
         f"K per rank a multiple of the group size {group}{padding_hint(kind, group)}",
         f"K/{tp} = {k // tp}: {k // tp // group} groups of {group} and {k // tp % group} rows more",
     )
+
+
+def k_whole(kind: Kind, tp: int, unit: int) -> Hit:
+    """Row-parallel modules whose K per rank is no multiple of ``unit``."""
+    k = kind.layer.in_features
+    if kind.role != "row" or tp == 1 or (k % tp == 0 and (k // tp) % unit == 0):
+        return None
+    return f"K per rank a multiple of {unit}{padding_hint(kind, lcm(unit, 128))}", f"K/{tp} = {count(k / tp)}"
+
+
+def k_order(kind: Kind, tp: int) -> Hit:
+    """Row-parallel modules that keep an order of rows."""
+    if kind.role != "row" or tp == 1 or kind.layer.act_order != "groups":
+        return None
+    return "no act_perm in a module that is cut along K", "act_perm: its rows lie on all ranks"
 
 
 def padding_hint(kind: Kind, unit: int) -> str:

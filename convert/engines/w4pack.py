@@ -10,7 +10,7 @@ from w4pack.convert.engines.table import Engine, Finding, Rule
 
 VERSION = "artifact 1"
 
-_TILE = 64
+TILE = 64  # rows, and columns, of a Marlin tile
 
 
 def _layout(model: Model, tp: int) -> Iterator[Finding]:
@@ -31,22 +31,21 @@ def _group(model: Model, kind: Kind, tp: int) -> Hit:
 
 def _n_tile(model: Model, kind: Kind, tp: int) -> Hit:
     ways = model.ways(kind, tp)
-    return checks.n_split(model, kind, tp, _TILE) if ways > 1 else None
+    return checks.n_split(model, kind, tp, TILE) if ways > 1 else None
 
 
 def _k_tile(model: Model, kind: Kind, tp: int) -> Hit:
-    k, size = kind.layer.in_features, kind.layer.group_size
-    unit = _TILE if size <= 0 else lcm(_TILE, size)
-    if kind.role != "row" or tp == 1 or (k % tp == 0 and (k // tp) % unit == 0):
-        return None
-    expected = f"K per rank a multiple of {unit}{checks.padding_hint(kind, lcm(unit, 128))}"
-    return expected, f"K/{tp} = {checks.count(k / tp)}"
+    return checks.k_whole(kind, tp, rows_unit(kind))
+
+
+def rows_unit(kind: Kind) -> int:
+    """Rows of an artifact's module that stay together: whole tiles, and whole groups."""
+    size = kind.layer.group_size
+    return TILE if size <= 0 else lcm(TILE, size)
 
 
 def _k_order(model: Model, kind: Kind, tp: int) -> Hit:
-    if kind.role != "row" or tp == 1 or kind.layer.act_order != "groups":
-        return None
-    return "no act_perm in a module that is cut along K", "act_perm: its rows lie on all ranks"
+    return checks.k_order(kind, tp)
 
 
 RULES = (

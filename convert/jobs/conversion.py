@@ -198,6 +198,7 @@ def convert_source(
     appears complete or not at all.
     """
     started = time.monotonic()
+    settle_place(source.checkpoint, out, running)
     plan, warnings = plan_conversion(source, out, options, origin, running)
     if on_plan is not None:
         on_plan(plan, warnings, planned_facts(source, plan), source)
@@ -251,13 +252,24 @@ def _write_rest(
     sidefiles.write_rest(folder, plan, source.config, side_files, value, text)
 
 
+def settle_place(source: Checkpoint, out: Path, running: Running) -> None:
+    """Put OUT back if an overwrite died; raise OutputError if it cannot be where it is asked to be."""
+    _check_apart(source, out)
+    Staging(out).put_back()
+    check_place(source, out, running)
+
+
 def check_place(source: Checkpoint, out: Path, running: Running) -> None:
     """Raise OutputError if OUT cannot be where it is asked to be; with ``--resume`` the plan decides more."""
+    _check_apart(source, out)
+    if not running.resume:
+        Staging(out).check(overwrite=running.overwrite, resume=False)
+
+
+def _check_apart(source: Checkpoint, out: Path) -> None:
     folder = folder_of(source)
     if folder is not None:
         check_apart(folder, out)
-    if not running.resume:
-        Staging(out).check(overwrite=running.overwrite, resume=False)
 
 
 def folder_of(checkpoint: Checkpoint) -> Path | None:
@@ -268,9 +280,10 @@ def folder_of(checkpoint: Checkpoint) -> Path | None:
 
 def finished_plan(out: Path, plan: Plan) -> dict[str, Any] | None:
     """Return the manifest of OUT if OUT says that it is the published result of this plan, else None."""
-    if Staging(out).out.exists() or not (out / manifest.NAME).is_file():
+    staging = Staging(out)
+    if staging.out.exists() or not (staging.standing / manifest.NAME).is_file():
         return None
-    value = manifest.load(out)
+    value = manifest.load(staging.standing)
     return value if value.get("plan") == plan.digest else None
 
 

@@ -139,6 +139,11 @@ class Staging:
         self.discarded = False  # ``prepare`` found unfinished work and was not asked to resume it
         self._lock: int | None = None
 
+    @property
+    def standing(self) -> Path:
+        """Where the OUT of an earlier run lies now, if there is one: moved aside if an overwrite died."""
+        return self.old if self._old_comes_back() else self.named
+
     def check(self, *, overwrite: bool, resume: bool) -> None:
         """Raise the OutputError that ``prepare`` would raise. Changes nothing."""
         found = self.root.is_dir() or self.root.is_symlink()
@@ -147,8 +152,22 @@ class Staging:
             with writing(self.root):
                 self._take_lock()
             self.close()
-        place = self.old if self._old_comes_back() else self.named
-        check_free(place, overwrite=overwrite or self._was_published(found, resume))
+        check_free(self.standing, overwrite=overwrite or self._was_published(found, resume))
+
+    def put_back(self) -> None:
+        """Put an OUT back that an overwrite which died had moved aside. Raises OutputError."""
+        if not self._old_comes_back():
+            return
+        found = self.root.is_dir() or self.root.is_symlink()
+        if found:
+            self._refuse_foreign()
+        with writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            self._recover()
+        if not found:
+            self.discard()
+        self.close()
 
     def prepare(self, *, overwrite: bool, resume: bool) -> bool:
         """Make or re-enter the folder. Returns True if an earlier run's work is there to resume.

@@ -14,6 +14,7 @@ from w4pack.convert.core.patterns import matcher
 from w4pack.convert.errors import Refused, UsageError
 from w4pack.convert.planning.contents import biases, carried_settings, is_rounded, scales, tied_head
 from w4pack.convert.planning.decisions import Action, Decisions, DensePlan, LayerPlan, State
+from w4pack.convert.planning.effects import without_effect
 from w4pack.convert.planning.fitting import equalise, expressible, group_sizes, one_scheme, shapes, symmetry
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.ordering import orders_of_rows
@@ -142,6 +143,7 @@ def _finish(state: State) -> Decisions:
                 "rounded, as `--round-scales` asks",
             )
         )
+    state.warnings += without_effect(state, rounded=bool(rounded))
     return Decisions(
         tuple(state.plans.values()),
         tuple(state.dense.values()),

@@ -9,6 +9,8 @@ from w4pack.convert.errors import Refused, W4PackError
 from w4pack.convert.planning.decisions import LayerPlan, State
 from w4pack.convert.planning.targets import Target, common_group, fitting_group, splits_to
 
+WIDENED = "widened to symmetric 8 bit"  # note of a layer
+
 
 def group_sizes(state: State) -> None:
     """Split groups to a size the target takes; a layer without one stays in 16 bit."""
@@ -64,7 +66,7 @@ def _widen(members: Sequence[str], state: State) -> None:
     for name in members:
         scheme = state.plans[name].scheme
         if scheme.bits == 4:
-            state.note(name, "widened to symmetric 8 bit", scheme=replace(scheme, bits=8, sym=True))
+            state.note(name, WIDENED, scheme=replace(scheme, bits=8, sym=True))
 
 
 def _claims_asymmetric(name: str, state: State) -> bool:

@@ -46,10 +46,7 @@ class ConvertOptions:
             raise UsageError(
                 "no such dtype", where="--dtype", expected=", ".join(TAG_OF_NAME), found=self.dtype
             )
-        if self.ignore and self.to == "dense":
-            raise UsageError(
-                "`--ignore` has no meaning with `--to dense`: nothing stays packed", where="--ignore"
-            )
+        self._check_dense()
         if self.max_shard_size < MIN_SHARD:
             raise UsageError(
                 "shards would be too small",
@@ -78,6 +75,20 @@ class ConvertOptions:
                 expected=", ".join(SOURCE_FORMATS),
                 found=str(self.source_format),
             )
+
+    def _check_dense(self) -> None:
+        """Raise UsageError for options about packed layers, where nothing stays packed."""
+        packed_only = {
+            "--ignore": self.ignore,
+            "--widen": self.widen,
+            "--regroup": self.regroup,
+            "--fold-act-order": self.fold_act_order,
+        }
+        for option, given in packed_only.items():
+            if given and self.to == "dense":
+                raise UsageError(
+                    f"`{option}` has no meaning with `--to dense`: nothing stays packed", where=option
+                )
 
     def chosen(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, and the target: what the manifest records."""

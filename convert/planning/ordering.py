@@ -6,6 +6,8 @@ from w4pack.convert.core import families
 from w4pack.convert.errors import Refused, name_some
 from w4pack.convert.planning.decisions import State
 
+FOLDED = "order folded into its producers"  # notes of a layer
+REGROUPED = "re-quantized in natural row order"
 PORTABLE_WAYS = (
     "`--to marlin` keeps the order; `--regroup` re-quantizes just these layers and reports the error"
 )
@@ -70,7 +72,7 @@ def _out_features(module: str, state: State) -> int:
 
 def _fold(mlp: families.IntermediateSet, state: State) -> None:
     halves = 2 if mlp.halved else 1
-    state.note(mlp.down, "order folded into its producers", rows="sorted")
+    state.note(mlp.down, FOLDED, rows="sorted")
     for producer in mlp.producers:
         if producer in state.plans:
             state.note(
@@ -116,7 +118,7 @@ def _unfoldable(name: str, state: State) -> None:
 def _regroup(name: str, state: State) -> None:
     state.note(
         name,
-        "re-quantized in natural row order",
+        REGROUPED,
         action="regroup",
         reason="its act-order fits no target of this kind",
     )

@@ -18,6 +18,7 @@ from w4pack.convert.core.facts import DenseFacts, LayerFacts, ModelFacts, Warnin
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.files import tensorfile
 from w4pack.convert.files.tensorfile import Shard, TensorInfo
+from w4pack.convert.planning import padding
 from w4pack.convert.planning.decide import decide
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.options import ConvertOptions
@@ -203,7 +204,9 @@ def make_plan(
         lossless=decisions.lossless,
         source_bytes=sum(t.nbytes for t in infos.values()),
     )
-    return plan, (*source.warnings, *decisions.warnings)
+    ranks = options.pad_for_tp
+    limits = () if ranks is None else padding.uncut(ranks, planned_facts(source, plan))
+    return plan, (*source.warnings, *decisions.warnings, *limits)
 
 
 def dense_tag(source: Source, layer: LayerPlan, options: ConvertOptions) -> str:

@@ -10,6 +10,7 @@ from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import name_some
 from w4pack.convert.events import size_text, time_text
 from w4pack.convert.planning.decisions import LayerPlan
+from w4pack.convert.planning.fitting import WIDENED
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import Source
@@ -170,7 +171,7 @@ def _signed(nbytes: int) -> str:
 
 
 def _lossless(plan: Plan) -> str:
-    if plan.lossless and plan.options.get("widen"):
+    if plan.lossless and any(WIDENED in layer.notes for layer in plan.layers):
         return "yes: every weight is kept bit for bit; widened layers have other codes for the same weights"
     if plan.lossless:
         return (

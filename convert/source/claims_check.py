@@ -98,7 +98,7 @@ def config_problems(
         yield from _unknown_artifact(claims, quant_file)
         return
     for key, value in claims.refusals:
-        if key in options.ignore_keys or key.rpartition(".")[2] in options.ignore_keys:
+        if any(lets_pass(asked, key) for asked in options.ignore_keys):
             continue
         yield Refused(
             f"the config says `{key}`, which changes what the model computes",
@@ -109,6 +109,11 @@ def config_problems(
             hint=f"`--ignore-key {key}` converts the stored weights as they are; "
             "the result is another model unless the key has no effect",
         )
+
+
+def lets_pass(asked: str, key: str) -> bool:
+    """Tell whether ``--ignore-key asked`` means ``key``: its full path, or its last part."""
+    return asked in (key, key.rpartition(".")[2])
 
 
 def _unknown_artifact(claims: Claims, quant_file: str | None) -> Iterable[W4PackError]:

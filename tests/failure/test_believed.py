@@ -12,6 +12,7 @@ from w4pack.convert import api
 from w4pack.convert.errors import Refused, VerifyError
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
+from w4pack.convert.jobs import manifest
 from w4pack.convert.jobs.conversion import Running
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-gptq"
@@ -138,3 +139,15 @@ def test_equal_bytes_with_another_time_pass(source: Path, tmp_path: Path, strict
     later = (out / "w4pack.json").stat().st_mtime_ns + 1_000_000_000
     os.utime(source / "model.safetensors", ns=(later, later))
     assert api.convert(source, out, running=Running(resume=True, strict=strict[1])).was_complete
+
+
+def test_the_manifest_of_a_source_is_read_once(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is proved and what goes into the new manifest are one reading."""
+    art, read, reads = tmp_path / "art", manifest.of_store, []
+    api.convert(source, art)
+    monkeypatch.setattr(manifest, "of_store", lambda *args: reads.append(args) or read(*args))
+    api.convert(art, tmp_path / "out")
+    assert len(reads) == 1
+    assert manifest.load(tmp_path / "out")["original"] == manifest.load(art)["source"]

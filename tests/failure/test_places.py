@@ -80,7 +80,7 @@ def state(folder: Path) -> dict[str, object]:
 PLACES = (inside, around, the_source, a_file, notes, dead_link, taken_staging, set_aside, earlier)
 TAKEN = {  # which options let a place be used
     earlier: {("--overwrite",), ("--overwrite", "--resume")},
-    set_aside: {("--overwrite",), ("--overwrite", "--resume")},
+    set_aside: {("--overwrite",), ("--resume",), ("--overwrite", "--resume")},  # it is this very result
 }
 
 
