@@ -135,6 +135,7 @@ class PackedLinear(PackedTensors):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         if self.fused is not None:  # copy into the shared tensors: an assigned one would not be read
+            self.fused._share()  # ``copy.deepcopy`` has made tensors of the views
             local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 

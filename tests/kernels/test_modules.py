@@ -1,43 +1,17 @@
 """The packed linear layer on the CPU against the dense one, padded and permuted as the file is."""
 
+import copy
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from w4pack.kernels import layout, modules  # noqa: E402
-from w4pack.kernels.spec import LinearSpec  # noqa: E402
-
-
-def _layer(spec: LinearSpec, seed: int = 0) -> tuple[dict[str, torch.Tensor], np.ndarray]:
-    """A file's tensors for a layer, and the dense (in, out) weight in natural order, fp64."""
-    rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 2**spec.bits, (spec.k, spec.n), dtype=np.uint8)
-    scales = (rng.random((spec.groups, spec.n)) * 0.01 + 0.005).astype(np.float16)
-    mid = 2 ** (spec.bits - 1)
-    zeros = np.full((spec.groups, spec.n), mid, np.uint8)
-    if not spec.sym:
-        zeros = rng.integers(0, 2**spec.bits, zeros.shape, dtype=np.uint8)
-    group = np.zeros(spec.k, int) if spec.group_size == -1 else np.arange(spec.k) // spec.group_size
-    scales[:, spec.out_features :], zeros[:, spec.out_features :] = 0, mid
-    codes[spec.in_features :], codes[:, spec.out_features :] = zeros[group][spec.in_features :], mid
-    tensors = {
-        "weight": torch.from_numpy(layout.pack_codes(codes, spec.bits)),
-        "weight_scale": torch.from_numpy(np.ascontiguousarray(scales[:, layout.grouped_order(spec.n)])),
-    }
-    if not spec.sym:
-        tensors["weight_zero_point"] = torch.from_numpy(layout.pack_zeros(zeros, spec.bits))
-    packed = (codes.astype(float) - zeros[group]) * scales.astype(float)[group]
-    dense = packed[: spec.in_features, : spec.out_features].copy()
-    if spec.act_order:
-        perm = rng.permutation(spec.in_features)
-        tensors["act_perm"] = torch.from_numpy(perm.astype(np.int32))
-        natural = np.empty_like(dense)
-        natural[perm] = dense  # packed row r is source row perm[r]
-        dense = natural
-    if spec.bias:
-        tensors["bias"] = torch.from_numpy(rng.standard_normal(spec.out_features).astype(np.float16))
-    return tensors, dense
+import packed  # noqa: E402
+from w4pack.convert.errors import UsageError  # noqa: E402
+from w4pack.kernels import modules, ops  # noqa: E402
+from w4pack.kernels.spec import LinearSpec, fuse  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -53,7 +27,7 @@ def _layer(spec: LinearSpec, seed: int = 0) -> tuple[dict[str, torch.Tensor], np
     ids=lambda spec: f"{spec.in_features}x{spec.out_features}b{spec.bits}",
 )
 def test_a_layer_equals_the_dense_one(spec: LinearSpec) -> None:
-    tensors, dense = _layer(spec)
+    tensors, dense = packed.layer(spec)
     module = modules.PackedLinear(spec)
     assert {name: tuple(p.shape) for name, p in module.named_parameters()} == spec.shapes()
     module.load_state_dict(tensors, assign=True)
@@ -67,9 +41,174 @@ def test_a_layer_equals_the_dense_one(spec: LinearSpec) -> None:
 
 
 def test_a_file_that_does_not_fit_is_refused() -> None:
-    tensors, _ = _layer(LinearSpec(128, 64))
+    tensors, _ = packed.layer(LinearSpec(128, 64))
     module = modules.PackedLinear(LinearSpec(128, 64, bias=True))
     with pytest.raises(RuntimeError, match="bias"):
         module.load_state_dict(tensors, assign=True)
     with pytest.raises(RuntimeError, match="size mismatch"):
         modules.PackedLinear(LinearSpec(192, 64)).load_state_dict(tensors, assign=True)
+
+
+# ---- fused ------------------------------------------------------------------------------------------------
+
+
+def _filled(spec: LinearSpec, seed: int) -> modules.PackedLinear:
+    module = modules.PackedLinear(spec)
+    module.load_state_dict(packed.layer(spec, seed)[0], assign=True)
+    return module
+
+
+def _fused(specs: Sequence[LinearSpec]) -> tuple[list[modules.PackedLinear], list[modules.PackedLinear]]:
+    """The same layers alone, and joined."""
+    alone, parts = ([_filled(spec, seed) for seed, spec in enumerate(specs)] for _ in range(2))
+    for part in parts[1:]:
+        if specs[0].act_order:
+            alone_perm = parts[0].act_perm
+            part.act_perm = torch.nn.Parameter(alone_perm.clone(), requires_grad=False)
+    if specs[0].act_order:
+        for layer in alone[1:]:
+            layer.act_perm = alone[0].act_perm
+    joined = fuse(specs, same_order=True)
+    assert joined is not None
+    modules.FusedLinear(joined, parts, modules.side_by_side(parts))
+    return alone, parts
+
+
+FUSED = {
+    "qkv": [LinearSpec(256, 256), LinearSpec(256, 64), LinearSpec(256, 64)],
+    "bias, zeros": [LinearSpec(192, n, bias=True, sym=False, group_size=64) for n in (128, 64)],
+    "order": [LinearSpec(192, n, act_order=True, group_size=32) for n in (64, 128)],
+    "padded end": [
+        LinearSpec(100, 64, stored_in=128, stored_out=64, bias=True, group_size=-1),
+        LinearSpec(100, 40, stored_in=128, stored_out=64, bias=True, group_size=-1),
+    ],
+    "8 bit": [LinearSpec(128, 64, bits=8, sym=False), LinearSpec(128, 128, bits=8, sym=False)],
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_layers_equal_the_same_layers_alone_bit_for_bit(name: str) -> None:
+    alone, parts = _fused(FUSED[name])
+    for m in (1, 5):
+        x = torch.randn(1, m, alone[0].in_features).half()
+        for one, part in zip(alone, parts, strict=True):
+            assert torch.equal(part(x), one(x))
+
+
+def _count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the products that run."""
+    runs: list[int] = []
+    real = ops.gemm
+
+    def counted(*args: object) -> torch.Tensor:
+        runs.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(ops, "gemm", counted)
+    return runs
+
+
+def test_one_product_serves_all_parts_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (q, k, v) = _fused(FUSED["qkv"])
+    runs = _count(monkeypatch)
+    x = torch.randn(3, 256).half()
+    q(x), k(x)
+    assert len(runs) == 1 and q.fused._held
+    v(x)
+    assert len(runs) == 1 and q.fused._held == []
+
+
+def test_any_order_of_calls_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, parts = _fused(FUSED["qkv"])
+    x, y = torch.randn(2, 256).half(), torch.randn(7, 256).half()
+    for place, value in ((2, x), (0, y), (1, x), (1, x), (0, x), (2, y), (2, y), (0, y), (1, y), (0, x)):
+        assert torch.equal(parts[place](value), alone[place](value))
+
+
+def test_an_input_that_was_written_to_is_computed_again() -> None:
+    alone, parts = _fused(FUSED["qkv"])
+    x = torch.randn(2, 256).half()
+    parts[0](x)
+    x.mul_(2)
+    assert torch.equal(parts[1](x), alone[1](x))
+
+
+def test_the_parts_show_the_tensors_of_the_file_and_hold_them_once() -> None:
+    alone, parts = _fused(FUSED["bias, zeros"])
+    model, plain = torch.nn.ModuleList(parts), torch.nn.ModuleList(alone)
+    found, wanted = model.state_dict(), plain.state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    storages = {t.untyped_storage().data_ptr() for t in found.values()}
+    assert len(storages) == len(parts[0].spec.shapes())
+
+
+def test_a_state_dictionary_reaches_the_joined_tensors() -> None:
+    specs = FUSED["bias, zeros"]
+    _, parts = _fused(specs)
+    fresh = [_filled(spec, seed + 10) for seed, spec in enumerate(specs)]
+    for part, other in zip(parts, fresh, strict=True):
+        part.load_state_dict(other.state_dict(), assign=True)
+    x = torch.randn(3, 192).half()
+    assert all(torch.equal(part(x), other(x)) for part, other in zip(parts, fresh, strict=True))
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    _, parts = _fused(FUSED["qkv"])
+    model = torch.nn.ModuleList(parts)
+    other = copy.deepcopy(model)
+    x = torch.randn(2, 256).half()
+    before = [part(x) for part in parts]
+    assert all(torch.equal(part(x), y) for part, y in zip(other, before, strict=True))
+    zeros = {name: torch.zeros_like(t) for name, t in model.state_dict().items()}
+    other.load_state_dict(zeros)
+    assert not any(part(x).any() for part in other)
+    assert all(torch.equal(part(x), y) for part, y in zip(parts, before, strict=True))
+
+
+def test_casts_leave_scales_alone_and_moves_keep_the_parts_joined() -> None:
+    _, parts = _fused(FUSED["bias, zeros"])
+    model = torch.nn.ModuleList(parts)
+    scales = parts[0].weight_scale.clone()
+    model.to(torch.bfloat16)
+    assert torch.equal(parts[0].weight_scale, scales)  # fp16 still
+    assert {p.bias.dtype for p in parts} == {torch.bfloat16}
+    x = torch.randn(2, 192).bfloat16()
+    assert parts[0](x).dtype == torch.bfloat16
+    moved = model.to("meta")
+    assert moved[1].weight.is_meta and moved[1].fused.weight.is_meta and moved[1].weight._base is not None
+
+
+def test_fused_layers_compile_to_one_product_without_a_break() -> None:
+    class Attention(torch.nn.Module):
+        def __init__(self, parts: list[modules.PackedLinear]) -> None:
+            super().__init__()
+            self.q, self.k, self.v = parts
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.q(x) * 2, self.k(x), self.v(x)], -1)
+
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(sum("gemm" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    _, parts = _fused(FUSED["qkv"])
+    model = Attention(parts)
+    x = torch.randn(2, 256).half()
+    assert torch.equal(torch.compile(model, fullgraph=True, backend=backend)(x), model(x))
+    assert graphs == [1]
+
+
+def test_activations_in_fp32_are_an_error_that_names_the_dtype() -> None:
+    with pytest.raises(UsageError, match="float32"):
+        _filled(LinearSpec(128, 64), 0)(torch.randn(1, 128))
+
+
+def test_a_bias_is_exact_over_weights_that_are_zero() -> None:
+    tensors, _ = packed.layer(LinearSpec(128, 64, bias=True))
+    tensors["weight_scale"].zero_()
+    module = modules.PackedLinear(LinearSpec(128, 64, bias=True))
+    module.load_state_dict(tensors, assign=True)
+    assert torch.equal(module(torch.randn(3, 128).half()), tensors["bias"].expand(3, 64))
