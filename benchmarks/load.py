@@ -206,9 +206,8 @@ def main() -> None:
         print(
             f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {platform.machine()}, {cores} cores"
         )
-        print(
-            f"{total / 1e9:.2f} GB, {len(artifact.tensors)} tensors, {len(artifact.files)} files, warm page cache"
-        )
+        counts = f"{len(artifact.tensors)} tensors, {len(artifact.files)} files"
+        print(f"{total / 1e9:.2f} GB, {counts}, warm page cache")
         print(check(artifact), flush=True)
         run(artifact, [int(n) for n in args.threads.split(",")], args.tp, args.repeats)
     finally:

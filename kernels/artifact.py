@@ -17,12 +17,11 @@ from w4pack.convert.errors import Refused, SourceError, W4PackError
 from w4pack.convert.files.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from w4pack.convert.files.jsonfile import read_object
 from w4pack.convert.files.local import LocalStore
-from w4pack.convert.files.tensorfile import TensorInfo, natural_order
+from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels import spec as specs_of
+from w4pack.kernels.packed import compare, packed_modules, shown, spec_of, tensor_error
 from w4pack.kernels.spec import LinearSpec
 
-GROUP_SIZES = (-1, 32, 64, 128)
-UNIT = 64  # K and N of a packed layer are rounded up to it
 Expected = tuple[str | None, tuple[int, ...]]
 STRICT_NOTICES = {
     "not-in-index": "the index does not name every tensor of its shards",
@@ -146,13 +145,13 @@ def _check(
 ) -> Artifact:
     tensors = dict(checkpoint.tensors)
     problems: list[W4PackError] = list(_oddities(checkpoint))
-    packed = _packed_modules(tensors, quant)
+    packed = packed_modules(tensors, quant)
     specs: dict[str, LinearSpec] = {}
     for module, found in packed.items():
-        spec = _spec(module, found, quant, claims)
+        spec = spec_of(module, found, quant, claims)
         if isinstance(spec, LinearSpec):
             specs[module] = spec
-            problems += _compare(module, spec, found)
+            problems += compare(module, spec, found)
         else:
             problems.append(spec)
     if not packed:
@@ -182,95 +181,6 @@ def _oddities(checkpoint: Checkpoint) -> Iterator[SourceError]:
             )
 
 
-def _packed_modules(
-    tensors: Mapping[str, TensorInfo], quant: Mapping[str, Any]
-) -> dict[str, dict[str, TensorInfo]]:
-    """Return module -> suffix -> tensor for every module that the config or the tensors call packed."""
-    modules = dict.fromkeys(quant.get("modules", {}))
-    for name, info in tensors.items():
-        module, _, suffix = name.rpartition(".")
-        is_words = suffix == "weight" and info.dtype == "I32" and len(info.shape) == 2
-        if is_words or suffix in ("weight_scale", "weight_zero_point", "act_perm"):
-            modules[module] = None
-    found: dict[str, dict[str, TensorInfo]] = {name: {} for name in sorted(modules, key=natural_order)}
-    for name, info in tensors.items():
-        module, _, suffix = name.rpartition(".")
-        if module in found:
-            found[module][suffix] = info
-    return found
-
-
-def _spec(
-    module: str, found: Mapping[str, TensorInfo], quant: Mapping[str, Any], claims: Claims
-) -> LinearSpec | W4PackError:
-    """Return what the config, and for an unlisted module the weight's shape, say of a module."""
-    claim = claims.for_module(module)
-    if claim is None:
-        names = ", ".join(found)
-        return _tensor_error("a layer that is said to be left in 16 bit is packed", module, "none", names)
-    bits, group = claim.bits or 0, claim.group_size or 0
-    if group not in GROUP_SIZES:
-        known = ", ".join(map(str, GROUP_SIZES))
-        return Refused(
-            "no kernel for this group size", code="group-size", where=module, expected=known, found=str(group)
-        )
-    sizes = dialect.sizes(quant).get(module) or _sizes(found.get("weight"), bits)
-    if sizes is None:
-        return _tensor_error(
-            "a packed layer has no usable weight",
-            f"{module}.weight",
-            "int32, (K/16, N * bits / 2)",
-            _shown(found.get("weight")),
-        )
-    k, n, stored_k, stored_n = sizes
-    if (stored_k, stored_n) != (-(-k // UNIT) * UNIT, -(-n // UNIT) * UNIT):
-        rounded = f"{k} x {n}, each rounded up to {UNIT}"
-        return _tensor_error(
-            "the stored size of a layer does not fit its own", module, rounded, f"{stored_k} x {stored_n}"
-        )
-    return LinearSpec(
-        k, n, bits, group, bool(claim.sym), bool(claim.desc_act), "bias" in found, stored_k, stored_n
-    )
-
-
-def _sizes(weight: TensorInfo | None, bits: int) -> tuple[int, int, int, int] | None:
-    """Sizes of a module that the config does not list: nothing of it is padded."""
-    if weight is None or len(weight.shape) != 2 or bits not in (4, 8):
-        return None
-    k, n = 16 * weight.shape[0], 2 * weight.shape[1] // bits
-    return (k, n, k, n) if k and n and n * bits == 2 * weight.shape[1] else None
-
-
-def _compare(module: str, spec: LinearSpec, found: Mapping[str, TensorInfo]) -> Iterator[SourceError]:
-    """Compare the tensors of a packed module with its spec."""
-    dtypes = spec.dtypes()
-    for suffix, shape in spec.shapes().items():
-        name, wanted = f"{module}.{suffix}", f"{' or '.join(dtypes[suffix])} {list(shape)}"
-        info = found.get(suffix)
-        if info is None:
-            yield _tensor_error("a tensor of a packed layer is missing", name, wanted, None, "missing-tensor")
-        elif info.shape != shape:
-            yield _tensor_error("a tensor of a packed layer has the wrong shape", name, wanted, _shown(info))
-        elif info.dtype not in dtypes[suffix]:
-            yield _tensor_error("a tensor of a packed layer has the wrong dtype", name, wanted, _shown(info))
-    for suffix, info in found.items():
-        if suffix not in dtypes:
-            wanted = ", ".join(dtypes)
-            yield _tensor_error(
-                "a packed layer has a tensor too many", info.name, wanted, _shown(info), "extra-tensor"
-            )
-
-
-def _tensor_error(
-    what: str, where: str, expected: str, found: str | None, code: str = "tensor-mismatch"
-) -> SourceError:
-    return SourceError(what, code=code, where=where, expected=expected, found=found)
-
-
-def _shown(info: TensorInfo | None) -> str:
-    return "no such tensor" if info is None else f"{info.dtype} {list(info.shape)}"
-
-
 # ---------------------------------------------------------------- what a model expects
 
 
@@ -293,7 +203,7 @@ def compare_names(
         if info is None:
             if shared.get(name, name) not in held:
                 problems.append(
-                    _tensor_error(
+                    tensor_error(
                         "a tensor of the model is missing in the artifact",
                         name,
                         wanted,
@@ -303,16 +213,16 @@ def compare_names(
                 )
         elif info.shape != tuple(shape) or dtype not in (None, info.dtype):
             problems.append(
-                _tensor_error("a tensor of the artifact does not fit the model", name, wanted, _shown(info))
+                tensor_error("a tensor of the artifact does not fit the model", name, wanted, shown(info))
             )
     for name, info in artifact.tensors.items():
         if shared.get(name, name) not in known:
             problems.append(
-                _tensor_error(
+                tensor_error(
                     "the artifact has a tensor that the model has no place for",
                     name,
                     "no such tensor",
-                    _shown(info),
+                    shown(info),
                     "extra-tensor",
                 )
             )

@@ -15,9 +15,9 @@ from typing import Literal
 
 from w4pack.convert.errors import Refused
 from w4pack.kernels import spec as specs_of
-from w4pack.kernels.artifact import UNIT, Artifact
+from w4pack.kernels.artifact import Artifact
 from w4pack.kernels.placement import Range, Target, concat, rest, stack, take
-from w4pack.kernels.spec import LinearSpec
+from w4pack.kernels.spec import UNIT, LinearSpec
 
 Targets = dict[str, Target]
 

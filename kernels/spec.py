@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 SUFFIXES = ("weight", "weight_scale", "weight_zero_point", "act_perm", "bias")
+UNIT = 64  # K and N of a packed layer are rounded up to it
+GROUP_SIZES = (-1, 32, 64, 128)  # what kernels exist for
 SCALE_DTYPES = ("F16", "BF16")
 BIAS_DTYPES = ("F16", "BF16", "F32")
 

@@ -3,8 +3,8 @@
 Threads take chunks from one list; each reads with ``preadv`` into its own two buffers and copies by its own
 mover. Neither needs the interpreter lock. An error in one thread stops the others.
 
-The page cache gets no advice (``posix_fadvise``): on a cold file 8 threads of 8 MiB read as fast without it as
-with SEQUENTIAL or RANDOM, and with none of them does the kernel fetch what lies between the rows of a slice.
+The page cache gets no advice (``posix_fadvise``): from a cold file 8 threads of 8 MiB read as fast without it
+as with SEQUENTIAL or RANDOM, and with none of them does the kernel fetch what lies between rows of a slice.
 """
 
 import os
