@@ -3,7 +3,8 @@
 The root package holds the version and a few names that are imported on first use (PEP 562), so that
 ``import w4pack`` costs nothing. The jobs (``convert``, ``inspect``, ``check``, ``verify``, ``unpack``,
 ``push``) are functions of ``w4pack.convert``: ``w4pack.convert`` is a package and stays one, so a root
-function of that name would be hidden by the first ``import w4pack.convert.errors``.
+function of that name would be hidden by the first ``import w4pack.convert.errors``. ``load`` and ``register``
+run artifacts and need torch and transformers.
 """
 
 from importlib import import_module
@@ -12,9 +13,12 @@ __version__ = "0.1.0"
 
 _LAZY: dict[str, tuple[str, str | None]] = {  # name -> (module, attribute; None: the module itself)
     "convert": ("w4pack.convert", None),
+    "load": ("w4pack.kernels.hf.load", "load"),
+    "register": ("w4pack.kernels.hf.quantizer", "register"),
     "W4PackError": ("w4pack.convert.errors", "W4PackError"),
 }
-__all__ = ["W4PackError", "__version__", "convert"]
+__all__ = ["W4PackError", "__version__", "convert", "load", "register"]
+RUNTIME = ("torch", "transformers")  # of the extra that `load` and `register` need
 
 
 def __getattr__(name: str) -> object:
@@ -22,7 +26,12 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _LAZY[name]
-    loaded = import_module(module)
+    try:
+        loaded = import_module(module)
+    except ModuleNotFoundError as err:
+        if err.name not in RUNTIME:
+            raise
+        raise ImportError(f"w4pack.{name} needs {err.name}: pip install 'w4pack[gpu]'") from err
     return loaded if attribute is None else getattr(loaded, attribute)
 
 
