@@ -152,7 +152,7 @@ def test_formats_meet_only_in_the_canonical_linear() -> None:
     assert told([i for i in OURS if strays(i)]) == []
 
 
-SHARED_BY_FORMATS: set[str] = set()
+SHARED_BY_FORMATS = {"w4pack.convert.formats.tiled"}
 
 
 def test_planning_never_executes_and_nothing_imports_the_command_line() -> None:

@@ -9,14 +9,6 @@ from w4pack.convert.engines.table import Engine, Finding, Rule
 
 VERSION = "0.5.23"
 
-_METHODS = ("gptq", "awq", "compressed-tensors", "auto-round")
-
-
-def _method(model: Model, tp: int) -> Iterator[Finding]:
-    if model.facts.quant_config is not None and model.labels.method not in _METHODS:
-        found = model.labels.method or "none"
-        yield Finding(key(model, "quant_method"), "gptq, awq, compressed-tensors or auto-round", found)
-
 
 def _gptq_override(model: Model, tp: int) -> Iterator[Finding]:
     yield from checks.missing_keys(model, ("bits",), ("group_size",), ("sym",), ("desc_act",))
@@ -31,24 +23,9 @@ def _marlin_label(model: Model, tp: int) -> Iterator[Finding]:
         yield Finding(key(model, "checkpoint_format"), "gptq or gptq_v2", "marlin")
 
 
-def _awq_keys(model: Model, tp: int) -> Iterator[Finding]:
-    return checks.missing_keys(model, ("w_bit", "bits"), ("q_group_size", "group_size"), ("zero_point",))
-
-
-def _awq_bits(model: Model, tp: int) -> Iterator[Finding]:
-    bits = checks.value_of(model, "w_bit", "bits")
-    if bits is not None and bits != 4:
-        yield Finding(key(model, "bits"), "4", str(bits))
-
-
 def _rotation(model: Model, tp: int) -> Iterator[Finding]:
     yield from checks.present(model, "rotation", "rotation_config", "spinquant_config")
     yield from checks.run_time_transforms(model)
-
-
-def _layout(model: Model, kind: Kind, tp: int) -> Hit:
-    expected = vllm.layout_for(model)
-    return checks.layout_is(kind, *expected) if expected else None
 
 
 def _map_dropped(model: Model, kind: Kind, tp: int) -> Hit:
@@ -85,11 +62,6 @@ def _awq_zero_point(model: Model, kind: Kind, tp: int) -> Hit:
     if model.quant.get("zero_point") is not False:
         return None
     return "zero_point true", "zero_point false: Marlin has no such type"
-
-
-def _n_split(model: Model, kind: Kind, tp: int) -> Hit:
-    along_n = kind.layer.layout in ("gptq", "awq") or not kind.layer.sym
-    return checks.n_split(model, kind, tp, checks.pack_factor(kind) if along_n else 1)
 
 
 def _k_split(model: Model, kind: Kind, tp: int) -> Hit:
@@ -137,7 +109,7 @@ RULES = (
     ),
     Rule(
         "sglang.method", "refuses", "quant_method", "unknown quantization method",
-        "convert --to gptq, awq or compressed-tensors", whole=_method,
+        "convert --to gptq, awq or compressed-tensors", whole=vllm.method,
     ),
     Rule(
         "sglang.gptq-type", "refuses", "bits, sym, group_size, desc_act",
@@ -152,11 +124,11 @@ RULES = (
     ),
     Rule(
         "sglang.awq-keys", "refuses", "bits, group_size, zero_point", "a missing key is an error",
-        "convert --to awq", whole=_awq_keys, methods=("awq",),
+        "convert --to awq", whole=vllm.awq_keys, methods=("awq",),
     ),
     Rule(
         "sglang.awq-bits", "refuses", "bits", "Marlin has no 8 bit with zeros",
-        "convert --to compressed-tensors (symmetric)", whole=_awq_bits, methods=("awq",),
+        "convert --to compressed-tensors (symmetric)", whole=vllm.awq_bits, methods=("awq",),
     ),
     Rule(
         "sglang.packing", "refuses", "packing_format", "no reader for that packing",
@@ -198,7 +170,7 @@ RULES = (
     ),
     Rule(
         "sglang.layout", "wrong", "tensor layout", "names without a parameter are only logged, other shapes "
-        "raise", "convert --to awq or gptq", test=_layout,
+        "raise", "convert --to awq or gptq", test=vllm.layout,
     ),
     Rule(
         "sglang.shape", "refuses", "bits, group_size against the tensors",
@@ -256,7 +228,7 @@ RULES = (
     ),
     Rule(
         "sglang.n-split", "refuses", "N per rank", "a word holds columns of two ranks", "lower TP",
-        test=_n_split,
+        test=vllm.n_split,
     ),
     Rule(
         "sglang.moe-slow", "slow", "expert shapes", "Marlin's expert kernel does not take them", "lower TP",

@@ -17,7 +17,8 @@ _LAYOUT = {"gptq": ("gptq",), "awq": ("awq",), "compressed-tensors": ("compresse
 _METHODS = ("gptq", "awq", "compressed-tensors", "auto-round")
 
 
-def _method(model: Model, tp: int) -> Iterator[Finding]:
+def method(model: Model, tp: int) -> Iterator[Finding]:
+    """A quantization method without a reader."""
     if model.facts.quant_config is not None and model.labels.method not in _METHODS:
         found = model.labels.method or "none"
         yield Finding(key(model, "quant_method"), "gptq, awq, compressed-tensors or auto-round", found)
@@ -40,7 +41,8 @@ def layout_for(model: Model) -> tuple[str, ...]:
     return _LAYOUT.get(model.labels.method, ())
 
 
-def _layout(model: Model, kind: Kind, tp: int) -> Hit:
+def layout(model: Model, kind: Kind, tp: int) -> Hit:
+    """Tensors of another layout than the settings make the engine expect."""
     expected = layout_for(model)
     return checks.layout_is(kind, *expected) if expected else None
 
@@ -49,7 +51,8 @@ def _gptq_keys(model: Model, tp: int) -> Iterator[Finding]:
     return checks.missing_keys(model, ("bits",), ("group_size",), ("desc_act",), ("sym",))
 
 
-def _awq_keys(model: Model, tp: int) -> Iterator[Finding]:
+def awq_keys(model: Model, tp: int) -> Iterator[Finding]:
+    """Keys that AWQ settings must have."""
     return checks.missing_keys(model, ("w_bit", "bits"), ("q_group_size", "group_size"), ("zero_point",))
 
 
@@ -90,7 +93,8 @@ def _dynamic_desc_act(model: Model, tp: int) -> Iterator[Finding]:
             yield Finding(key(model, "dynamic"), "no rule with desc_act true", checks.short(pattern))
 
 
-def _awq_bits(model: Model, tp: int) -> Iterator[Finding]:
+def awq_bits(model: Model, tp: int) -> Iterator[Finding]:
+    """AWQ of other bits than 4."""
     bits = checks.value_of(model, "w_bit", "bits")
     if bits is not None and bits != 4:
         yield Finding(key(model, "bits"), "4", str(bits))
@@ -211,7 +215,8 @@ def _k_split(model: Model, kind: Kind, tp: int) -> Hit:
     return checks.k_split(model, kind, tp)
 
 
-def _n_split(model: Model, kind: Kind, tp: int) -> Hit:
+def n_split(model: Model, kind: Kind, tp: int) -> Hit:
+    """N per rank in whole words, where something is packed along N."""
     along_n = kind.layer.layout in ("gptq", "awq") or not kind.layer.sym
     return checks.n_split(model, kind, tp, checks.pack_factor(kind) if along_n else 1)
 
@@ -292,7 +297,7 @@ RULES = (
     Rule(
         "vllm.method", "refuses", "quant_method", "unknown quantization method (marlin, bitsandbytes, gguf, "
         "hqq are gone; the artifact is for w4pack's runtime)", "convert --to gptq, awq or compressed-tensors",
-        whole=_method, run=True,
+        whole=method, run=True,
     ),
     Rule(
         "vllm.extra-file", "refuses", "files", "without an index every *.safetensors is loaded; its tensors "
@@ -322,11 +327,11 @@ RULES = (
     ),
     Rule(
         "vllm.awq-keys", "refuses", "bits, group_size, zero_point", "a missing key is an error",
-        "convert --to awq", whole=_awq_keys, methods=("awq",), run=True,
+        "convert --to awq", whole=awq_keys, methods=("awq",), run=True,
     ),
     Rule(
         "vllm.awq-bits", "refuses", "bits", "AWQ is 4 bit", "convert --to compressed-tensors",
-        whole=_awq_bits, methods=("awq",), run=True,
+        whole=awq_bits, methods=("awq",), run=True,
     ),
     Rule(
         "vllm.packing", "refuses", "packing_format", "no reader for that packing",
@@ -383,7 +388,7 @@ RULES = (
     ),
     Rule(
         "vllm.layout", "refuses", "tensor layout", "tensors have no parameter, or another shape (labels such "
-        "as `version` and `checkpoint_format` are not read)", "convert --to awq or gptq", test=_layout,
+        "as `version` and `checkpoint_format` are not read)", "convert --to awq or gptq", test=layout,
         run=True,
     ),
     Rule(
@@ -456,7 +461,7 @@ RULES = (
     ),
     Rule(
         "vllm.n-split", "refuses", "N per rank", "a word holds columns of two ranks", "lower TP",
-        test=_n_split,
+        test=n_split,
     ),
     Rule(
         "vllm.moe-slow", "slow", "expert shapes", "Marlin's expert kernel does not take them", "lower TP",

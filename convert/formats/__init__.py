@@ -17,8 +17,6 @@ a handful of functions, the same in every module:
     the inverse; all of ``specs`` but the codes
 ``limits(scheme) -> Obstacle | None``
     why this layout cannot hold the scheme
-``obstacle(scheme) -> Obstacle | None``
-    the same, with the targets that could
 ``match(tensors, values=None) -> Match | None``
     do these {suffix: (dtype, shape)} have this layout; ``values``: the tensors of ``DECIDING`` that were read
 ``SUFFIXES``
@@ -27,7 +25,7 @@ a handful of functions, the same in every module:
 The artifact stores rows sorted by group and has ``row_order(tensors, scheme)`` besides. Where K is no
 multiple of the codes in a word, the fields past the last row are zero, and ``pack`` returns whole words.
 
-No layout imports another; none reads files.
+No layout imports another (what two share is here and in ``tiled``); none reads files.
 """
 
 from collections.abc import Mapping
@@ -38,7 +36,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.errors import SourceError
 
 Header = tuple[str, tuple[int, ...]]  # dtype tag and shape of a tensor
@@ -148,8 +146,9 @@ def recognise(
     return None
 
 
-def with_targets(found: Obstacle | None, scheme: QuantScheme) -> Obstacle | None:
-    """Fill in the targets that can hold ``scheme``. ``dense`` always can."""
+def obstacle(name: str, scheme: QuantScheme) -> Obstacle | None:
+    """Return what ``limits`` of layout ``name`` says, and the targets that can hold the scheme."""
+    found: Obstacle | None = get(name).limits(scheme)
     if found is None:
         return None
     able = tuple(name for name in TARGETS if get(name).limits(scheme) is None)
@@ -195,6 +194,17 @@ def fitting(tensors: Mapping[str, NDArray[Any]], suffix: str, shape: tuple[int, 
     if array.shape != shape:
         raise mismatch(suffix, f"{list(shape)}", f"{list(array.shape)}")
     return array
+
+
+def vector_groups(scheme: QuantScheme) -> int:
+    """Return the groups that gemv and gemv_fast store: whole words of eight, and 1, 2 or 4 words together.
+
+    autoawq 0.2.9, modules/linear/gemv.py: calculate_zeros_width. One word for group sizes from 128, two for
+    64, four for 32.
+    """
+    size = scheme.in_features if scheme.group_size == ONE_GROUP else scheme.group_size
+    unit = 8 * (1 if size >= 128 else 2 if size >= 64 else 4)
+    return -(-scheme.groups // unit) * unit
 
 
 def bits_limit(name: str, scheme: QuantScheme, allowed: tuple[int, ...]) -> Obstacle | None:

@@ -31,7 +31,6 @@ from w4pack.convert.formats import (
     multiple_limit,
     order_limit,
     require_shape,
-    with_targets,
 )
 from w4pack.kernels import layout
 
@@ -183,11 +182,6 @@ def limits(scheme: QuantScheme) -> Obstacle | None:
         division_limit("awq", scheme),
         multiple_limit("awq", "out_features", scheme.out_features, 8),
     )
-
-
-def obstacle(scheme: QuantScheme) -> Obstacle | None:
-    """Return ``limits`` with the targets that can hold the scheme."""
-    return with_targets(limits(scheme), scheme)
 
 
 def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:

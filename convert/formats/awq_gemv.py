@@ -4,8 +4,7 @@
     qzeros   int32 (N, Z)     low bits first along the groups, true zero points; unused fields 0
     scales   (N, 8 Z)         column j belongs to group j; unused columns 0
 
-``Z = m * ceil(ceil(G / 8) / m)`` with m = 1 for group sizes from 128, 2 for 64, 4 for 32 (autoawq 0.2.9,
-modules/linear/gemv.py: calculate_zeros_width). 4 bit only.
+8 Z is ``vector_groups``. 4 bit only.
 """
 
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ from w4pack.convert.formats import (
     group_limit,
     multiple_limit,
     order_limit,
-    with_targets,
+    vector_groups,
 )
 
 GROUP_SIZES = (ONE_GROUP, 32, 64, 128)
@@ -57,21 +56,13 @@ def pack(words: Words, bits: int, out: NDArray[np.int32] | None = None) -> NDArr
     return transpose_words(words, out)
 
 
-def zeros_width(scheme: QuantScheme) -> int:
-    """Return Z, the words of zero points of one output."""
-    size = scheme.in_features if scheme.group_size == ONE_GROUP else scheme.group_size
-    multiple = 1 if size >= 128 else 2 if size >= 64 else 4
-    words = -(-scheme.groups // 8)
-    return -(-words // multiple) * multiple
-
-
 def specs(scheme: QuantScheme) -> dict[str, Header]:
     """Return dtype and shape of every tensor of a linear."""
-    rows, cols, width = scheme.in_features, scheme.out_features, zeros_width(scheme)
+    rows, cols, groups = scheme.in_features, scheme.out_features, vector_groups(scheme)
     return {
         "qweight": ("I32", grid(scheme.bits).shape(rows, cols)),
-        "qzeros": ("I32", (cols, width)),
-        "scales": (scheme.scale_dtype, (cols, 8 * width)),
+        "qzeros": ("I32", (cols, groups // 8)),
+        "scales": (scheme.scale_dtype, (cols, groups)),
     }
 
 
@@ -88,7 +79,7 @@ def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero
 
 def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray[Any]]:
     """Write zeros, the midpoint for a symmetric scheme, and scales; unused groups are 0."""
-    shape = scheme.out_features, 8 * zeros_width(scheme)
+    shape = scheme.out_features, vector_groups(scheme)
     zeros, scales = np.zeros(shape, np.uint8), np.zeros(shape, params.scales.dtype)
     symmetric = scheme.sym or params.zeros is None
     zeros[:, : scheme.groups] = scheme.midpoint if symmetric or params.zeros is None else params.zeros.T
@@ -105,11 +96,6 @@ def limits(scheme: QuantScheme) -> Obstacle | None:
         division_limit("awq gemv", scheme),
         multiple_limit("awq gemv", "in_features", scheme.in_features, 8),
     )
-
-
-def obstacle(scheme: QuantScheme) -> Obstacle | None:
-    """Return ``limits`` with the targets that can hold the scheme."""
-    return with_targets(limits(scheme), scheme)
 
 
 def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:

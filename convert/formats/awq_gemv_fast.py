@@ -32,7 +32,7 @@ from w4pack.convert.formats import (
     group_limit,
     multiple_limit,
     order_limit,
-    with_targets,
+    vector_groups,
 )
 
 GROUP_SIZES = (ONE_GROUP, 32, 64, 128)
@@ -92,17 +92,9 @@ def pack(words: Words, bits: int, out: NDArray[np.int16] | None = None) -> NDArr
     return out
 
 
-def padded_groups(scheme: QuantScheme) -> int:
-    """Return 8 Z, the rows of scales and zeros."""
-    size = scheme.in_features if scheme.group_size == ONE_GROUP else scheme.group_size
-    multiple = 1 if size >= 128 else 2 if size >= 64 else 4
-    words = -(-scheme.groups // 8)
-    return 8 * multiple * -(-words // multiple)
-
-
 def specs(scheme: QuantScheme) -> dict[str, Header]:
     """Return dtype and shape of every tensor of a linear."""
-    cols, groups = scheme.out_features, padded_groups(scheme)
+    cols, groups = scheme.out_features, vector_groups(scheme)
     return {
         "qweight": ("I16", grid(scheme.bits).shape(scheme.in_features, cols)),
         "qzeros": (scheme.scale_dtype, (groups, cols)),
@@ -152,7 +144,7 @@ def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray
     zeros = params.zeros
     if zeros is None or scheme.sym:
         zeros = np.full(params.scales.shape, scheme.midpoint, np.uint8)
-    shape = padded_groups(scheme), scheme.out_features
+    shape = vector_groups(scheme), scheme.out_features
     scales, scaled = np.zeros(shape, np.float16), np.zeros(shape, np.float16)
     scales[: scheme.groups] = params.scales
     scaled[: scheme.groups] = scale_zeros(zeros, params.scales)
@@ -173,11 +165,6 @@ def limits(scheme: QuantScheme) -> Obstacle | None:
         multiple_limit("awq gemv_fast", "in_features", scheme.in_features, K_BLOCK),
         multiple_limit("awq gemv_fast", "out_features", scheme.out_features, ROWS),
     )
-
-
-def obstacle(scheme: QuantScheme) -> Obstacle | None:
-    """Return ``limits`` with the targets that can hold the scheme."""
-    return with_targets(limits(scheme), scheme)
 
 
 def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:

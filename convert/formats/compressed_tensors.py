@@ -34,7 +34,6 @@ from w4pack.convert.formats import (
     mismatch,
     order_limit,
     require_shape,
-    with_targets,
 )
 
 SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
@@ -109,11 +108,6 @@ def limits(scheme: QuantScheme) -> Obstacle | None:
         order_limit("compressed-tensors", scheme),
         division_limit("compressed-tensors", scheme),
     )
-
-
-def obstacle(scheme: QuantScheme) -> Obstacle | None:
-    """Return ``limits`` with the targets that can hold the scheme."""
-    return with_targets(limits(scheme), scheme)
 
 
 def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:

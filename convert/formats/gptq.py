@@ -35,7 +35,6 @@ from w4pack.convert.formats import (
     mismatch,
     multiple_limit,
     order_limit,
-    with_targets,
 )
 
 ONE_PER_FIELD = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
@@ -146,11 +145,6 @@ def limits(scheme: QuantScheme) -> Obstacle | None:
         multiple_limit("gptq", "in_features", scheme.in_features, unit),
         multiple_limit("gptq", "out_features", scheme.out_features, unit),
     )
-
-
-def obstacle(scheme: QuantScheme) -> Obstacle | None:
-    """Return ``limits`` with the targets that can hold the scheme."""
-    return with_targets(limits(scheme), scheme)
 
 
 def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from w4pack.convert.core.bitpack import Words
 from w4pack.convert.core.order import map_of_sorted, read_perm, sorted_rows
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
@@ -32,7 +31,6 @@ from w4pack.convert.formats import (
     group_limit,
     header_of,
     mismatch,
-    with_targets,
 )
 from w4pack.kernels import layout
 
@@ -55,19 +53,13 @@ TILES = True  # codes are Marlin tiles: layouts with `to_tiles` can be packed di
 SUFFIXES = ("weight", "weight_scale", "weight_zero_point", "act_perm")
 
 
+unpack = unpack_tiles  # words of padded and, under act-order, sorted rows (``row_order``)
+pack = pack_tiles
+
+
 def grid(bits: int) -> Grid:
     """Return the grid of ``weight``; units are 64 x 64, four tiles, so that shapes come out padded."""
     return Grid("weight", "I32", 0, UNIT, UNIT // layout.TILE_K, UNIT, UNIT * bits // 2)
-
-
-def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
-    """Turn tiles into canonical words of padded and, under act-order, sorted rows (``row_order``)."""
-    return unpack_tiles(block, bits, out)
-
-
-def pack(words: Words, bits: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
-    """Turn canonical words of padded, sorted rows into tiles."""
-    return pack_tiles(words, bits, out)
 
 
 def specs(scheme: QuantScheme) -> dict[str, Header]:
@@ -138,11 +130,6 @@ def pad_params(params: GroupParams, scheme: QuantScheme) -> tuple[NDArray[Any], 
 def limits(scheme: QuantScheme) -> Obstacle | None:
     """Return what keeps the scheme out of the artifact: kernels exist for four group sizes."""
     return first(bits_limit("marlin", scheme, (4, 8)), group_limit("marlin", scheme, GROUP_SIZES))
-
-
-def obstacle(scheme: QuantScheme) -> Obstacle | None:
-    """Return ``limits`` with the targets that can hold the scheme."""
-    return with_targets(limits(scheme), scheme)
 
 
 def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:

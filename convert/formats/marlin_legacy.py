@@ -10,10 +10,8 @@ The bias is in natural order. K is a multiple of 128, N of 256.
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from w4pack.convert.core.bitpack import Words
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.core.tiles import pack_tiles, unpack_tiles
@@ -25,14 +23,13 @@ from w4pack.convert.formats import (
     bits_limit,
     division_limit,
     first,
-    fitting,
     group_limit,
     header_of,
     mismatch,
     multiple_limit,
     order_limit,
     symmetry_limit,
-    with_targets,
+    tiled,
 )
 from w4pack.kernels import layout
 
@@ -44,40 +41,28 @@ TILES = True  # codes are Marlin tiles: layouts with `to_tiles` can be packed di
 SUFFIXES = ("B", "s")
 
 
+unpack = unpack_tiles
+pack = pack_tiles
+
+
 def grid(bits: int) -> Grid:
-    """Return the grid of ``B``: tiles of 16 x 64."""
-    return Grid("B", "I32", 0, layout.TILE_K, 1, layout.TILE_N, layout.TILE_N * bits // 2)
-
-
-def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
-    """Turn tiles int32 (K/16, 2N) into canonical words (K/8, N)."""
-    return unpack_tiles(block, bits, out)
-
-
-def pack(words: Words, bits: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
-    """Turn canonical words (K/8, N) into tiles int32 (K/16, 2N)."""
-    return pack_tiles(words, bits, out)
+    """Return the grid of ``B``."""
+    return tiled.grid("B", bits)
 
 
 def specs(scheme: QuantScheme) -> dict[str, Header]:
     """Return dtype and shape of every tensor of a linear."""
-    rows, cols = scheme.in_features, scheme.out_features
-    return {
-        "B": ("I32", grid(scheme.bits).shape(rows, cols)),
-        "s": (scheme.scale_dtype, (scheme.groups, cols)),
-    }
+    return tiled.specs("B", "s", scheme)
 
 
 def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero_kind: str) -> GroupParams:
     """Read scales in natural order. Raises SourceError if they are missing or do not fit."""
-    stored = fitting(tensors, "s", (scheme.groups, scheme.out_features))
-    order = layout.scale_order(scheme.out_features, scheme.groups)
-    return GroupParams(stored[:, layout.inverse_order(order)], None, None)
+    return tiled.decode_scales("s", tensors, scheme)
 
 
 def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray[Any]]:
     """Write scales in the order of the kernel."""
-    return {"s": params.scales[:, layout.scale_order(scheme.out_features, scheme.groups)]}
+    return tiled.encode_scales("s", params, scheme)
 
 
 def limits(scheme: QuantScheme) -> Obstacle | None:
@@ -91,11 +76,6 @@ def limits(scheme: QuantScheme) -> Obstacle | None:
         multiple_limit("marlin-legacy", "in_features", scheme.in_features, K_UNIT),
         multiple_limit("marlin-legacy", "out_features", scheme.out_features, N_UNIT),
     )
-
-
-def obstacle(scheme: QuantScheme) -> Obstacle | None:
-    """Return ``limits`` with the targets that can hold the scheme."""
-    return with_targets(limits(scheme), scheme)
 
 
 def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:

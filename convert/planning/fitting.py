@@ -79,12 +79,11 @@ def shapes(state: State) -> None:
     """Ask the layout itself: a shape it cannot hold leaves a layer in 16 bit, such a scheme is refused."""
     if state.target.layout is None:
         return
-    layout = formats.get(state.target.layout)
     for name, plan in list(state.plans.items()):
         if plan.action == "dense":
             continue
         overflow = state.layers[name].zeros.overflow and plan.action == "pack" and not plan.scheme.sym
-        obstacle = layout.obstacle(plan.scheme)
+        obstacle = formats.obstacle(state.target.layout, plan.scheme)
         if overflow:
             _check_overflow(name, state)
         elif obstacle is None:

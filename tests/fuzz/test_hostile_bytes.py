@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import random
 import resource
 import struct
 import time
@@ -23,6 +22,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from damage import ROUNDS, STEPS, TIMES, Rng, spots
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +31,6 @@ from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.tensorfile import BITS, Header, read_header
 
-TIMES = int(os.environ.get("W4PACK_FUZZ", "1"))
 LIMIT = 8 << 20  # bytes that reading a damaged file of a few KB may take
 TRACED = 10  # memory is measured in one case of so many; it makes them slow
 PATIENCE = 2.0  # seconds for one case, on a busy machine
@@ -102,29 +101,13 @@ TOKENS = (
     b"//",
 )
 
-Rng = random.Random
-
-
 # ---- damage ---------------------------------------------------------------------------------------------
-
-
-def spots(value: Any) -> list[tuple[Any, Any]]:
-    """Return every (container, key) of a JSON value."""
-    found: list[tuple[Any, Any]] = []
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        keys = list(item) if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else []
-        for key in keys:
-            found.append((item, key))
-            pending.append(item[key])
-    return found
 
 
 def damage_value(value: Any, rng: Rng) -> Any:
     """Change, remove, repeat or rename parts of a JSON value."""
     value = copy.deepcopy(value)
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+    for _ in range(rng.choice(ROUNDS)):
         places = spots(value)
         if not places:
             return rng.choice(ODD)
@@ -135,7 +118,7 @@ def damage_value(value: Any, rng: Rng) -> Any:
         elif kind == 1:
             container[key] = copy.deepcopy(rng.choice(ODD))
         elif kind == 2 and type(container[key]) is int:
-            container[key] += rng.choice((-8, -1, 1, 8, 2**32, -(2**40)))
+            container[key] += rng.choice(STEPS)
         elif kind == 3 and isinstance(container, dict):
             container[rng.choice(("x", "../x", "", "shape", "dtype", "__metadata__"))] = container.pop(key)
         else:

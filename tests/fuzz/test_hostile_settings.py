@@ -10,8 +10,6 @@ import contextlib
 import copy
 import hashlib
 import json
-import os
-import random
 import re
 import shutil
 import signal
@@ -22,16 +20,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from damage import ROUNDS, STEPS, TIMES, Rng, spots
 
 import builders as b
 from runner import Run, convert, run
 
-TIMES = int(os.environ.get("W4PACK_FUZZ", "1"))
 PATIENCE = 5.0  # seconds for one command, on a busy machine
 CODES = {0, 1, 2, 3, 4}
 SHOWN = 8  # different bugs that a failed test names
-
-Rng = random.Random
 
 
 def nested(depth: int, leaf: Any = 1) -> Any:
@@ -67,23 +63,10 @@ KEYS = (
 # ---- damage ----------------------------------------------------------------------------------------------
 
 
-def spots(value: Any) -> list[tuple[Any, Any]]:
-    """Return every (container, key) of a JSON value."""
-    found: list[tuple[Any, Any]] = []
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        keys = list(item) if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else []
-        for key in keys:
-            found.append((item, key))
-            pending.append(item[key])
-    return found
-
-
 def damaged(value: Any, rng: Rng) -> Any:
     """Change one to three parts of a JSON value; shallow ones as often as deep ones."""
     value = copy.deepcopy(value)
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+    for _ in range(rng.choice(ROUNDS)):
         places = spots(value)
         if not places:
             return rng.choice(ODD)
@@ -99,7 +82,7 @@ def damaged(value: Any, rng: Rng) -> Any:
         elif kind == 2 and isinstance(container, dict):
             container[rng.choice((*KEYS, *(x for x in ODD if isinstance(x, str))))] = container.pop(key)
         elif kind == 3 and type(container[key]) is int:
-            container[key] += rng.choice((-8, -1, 1, 8, 2**32, -(2**40)))
+            container[key] += rng.choice(STEPS)
         elif kind == 4:
             other, at = rng.choice(places)
             with contextlib.suppress(KeyError, IndexError):

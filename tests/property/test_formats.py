@@ -554,7 +554,7 @@ def test_obstacles_name_the_targets_that_can(
 ) -> None:
     scheme = replace(PLAIN, **change)
     for name in ALL:
-        obstacle = formats.get(name).obstacle(scheme)
+        obstacle = formats.obstacle(name, scheme)
         assert (obstacle is None) == (name in able), name
         if obstacle is not None:
             assert obstacle.targets == (*able, "dense")
@@ -562,7 +562,7 @@ def test_obstacles_name_the_targets_that_can(
 
 
 def test_an_obstacle_gives_the_numbers() -> None:
-    found = formats.get("marlin-legacy").obstacle(replace(PLAIN, out_features=1032))
+    found = formats.obstacle("marlin-legacy", replace(PLAIN, out_features=1032))
     assert found == formats.Obstacle(
         "marlin-legacy packs out_features in units of 256",
         "a multiple of 256",
