@@ -92,7 +92,7 @@ class Cutter:
     def _start(self, offset: int) -> int:
         """Return where in the buffer a read from ``offset`` of the file goes."""
         last = self._reads[-1] if self._reads else None
-        if last is not None and last.rows == 1 and last.offset + last.nbytes == offset:
+        if last is not None and last.offset + last.nbytes == offset:
             return self._used
         return -(-self._used // UNIT) * UNIT
 

@@ -168,6 +168,17 @@ def test_experts_fused_in_the_file_go_side_by_side() -> None:
         assert same(carry_out(plan, files, 50)["x"], np.concatenate([arrays["a"][1], arrays["b"][1]], dim))
 
 
+def test_rows_between_rows_go_side_by_side() -> None:
+    """Two tensors row by row in turn, then columns of a third beside them."""
+    shapes = {"a": ("F16", (3, 1, 5)), "b": ("F16", (3, 1, 5)), "c": ("F16", (3, 2, 4))}
+    arrays = random_arrays(4, shapes)
+    infos, files = files_of(arrays, 1 << 30)
+    a, b, c = (take(infos[name]) for name in "abc")
+    found = carry_out(make_plan({"x": concat([concat([a, b], 1), c], 2)}, chunk=30), files, 30)
+    turns = np.concatenate([arrays["a"][1], arrays["b"][1]], 1)
+    assert same(found["x"], np.concatenate([turns, arrays["c"][1]], 2))
+
+
 # ---- what a plan costs ------------------------------------------------------------------------------------
 
 
