@@ -164,7 +164,10 @@ class _Driver:
     """The four calls of the CUDA driver that are needed here."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+        except OSError as err:
+            raise W4PackError("the CUDA driver cannot be loaded", code="device", found=str(err)) from err
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self._calls = {
             name: _declare(library, name, *kinds)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from w4pack.convert.errors import SourceError, W4PackError
+from w4pack.convert.errors import SourceError, UsageError, W4PackError
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.tensorfile import TensorInfo, read_header
@@ -98,7 +98,7 @@ def execute(
     threads  default: cores, at most 8
     chunk    bytes of a staging buffer, as the plan was made with
     Raises SourceError with file and offset for a file that is missing, changed or cannot be read; W4PackError
-    where the device has not enough memory, or torch no such dtype.
+    where the device has not enough memory, or torch no such dtype; UsageError for a device that is not there.
     """
     device = _device(device)
     for key, place in plan.places.items():
@@ -112,17 +112,32 @@ def execute(
 
 
 def _device(device: torch.device | str) -> torch.device:
-    found = torch.device(device)
-    if str(found) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    """Return the device with its index. Raises UsageError for one that is not there."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise _no_device(str(device), "the name of no device") from None
+    if found.type == "cpu":
+        return found
+    if found.type != "cuda" or not torch.cuda.is_available():
+        there = "no CUDA device" if found.type == "cuda" else "the loader does not know it"
+        raise _no_device(str(device), there)
+    index = torch.cuda.current_device() if str(found) == "cuda" else found.index
+    if index >= torch.cuda.device_count():
+        raise _no_device(str(device), f"{torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def _no_device(device: str, found: str) -> UsageError:
+    what = "no such device"
+    return UsageError(what, code="no-device", where=device, expected="cpu, cuda or cuda:N", found=found)
 
 
 def _thread_count(asked: int | None, plan: Plan, chunk: int) -> int:
     """Return how many threads: as asked or the cores; no more than chunks, or than staging memory allows."""
     cores = len(os.sched_getaffinity(0))
     wanted = min(cores, MAX_THREADS) if asked is None else asked
-    return max(1, min(wanted, len(plan.chunks), MAX_STAGING // (SLOTS * chunk)))
+    return min(max(1, min(wanted, MAX_STAGING // (SLOTS * chunk))), len(plan.chunks))
 
 
 def _allocate(plan: Plan, device: torch.device) -> list[torch.Tensor]:

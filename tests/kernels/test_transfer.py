@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 library = pytest.importorskip("safetensors.torch")
 
-from w4pack.convert.errors import SourceError, W4PackError  # noqa: E402
+from w4pack.convert.errors import SourceError, UsageError, W4PackError  # noqa: E402
 from w4pack.kernels import hashes, linears, movers, transfer  # noqa: E402
 from w4pack.kernels.artifact import open_artifact  # noqa: E402
 from w4pack.kernels.placement import concat, make_plan, rest, stack, take  # noqa: E402
@@ -306,6 +306,19 @@ def test_what_is_no_safetensors_file(tmp_path: Path) -> None:
     assert caught.value.code == "not-safetensors"
 
 
+@pytest.mark.parametrize(
+    "device", ["cuda:99", "meta", "nonsense", "cuda" if not torch.cuda.is_available() else "mps"]
+)
+def test_a_device_that_is_not_there(model: Path, device: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        transfer.load_file(model, device)
+    assert (caught.value.code, caught.value.where) == ("no-device", device)
+
+
+def test_nothing_to_load(model: Path) -> None:
+    assert transfer.execute(make_plan({}), {}, "cpu") == {}
+
+
 # ---- hashes -----------------------------------------------------------------------------------------------
 
 
@@ -365,7 +378,7 @@ def test_threads_are_bounded_by_cores_work_and_memory(model: Path) -> None:
     assert transfer._thread_count(5, plan, 1000) == 5
     assert transfer._thread_count(1000, plan, 1000) == many
     assert transfer._thread_count(1000, plan, 8 << 20) == 16  # 2 buffers of 8 MiB each: 256 MiB
-    assert transfer._thread_count(None, make_plan({}), 8 << 20) == 1
+    assert transfer._thread_count(None, make_plan({}), 8 << 20) == 0
 
 
 # ---- the path to a card, with the card played by main memory ----------------------------------------------
