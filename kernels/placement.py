@@ -12,7 +12,8 @@ become views of one arena; fused and stacked ones are filled by pitched copies f
 tensor exists twice, and nothing happens per tensor while bytes move.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import gc
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -99,7 +100,9 @@ def take(info: TensorInfo, cuts: Mapping[int, Range] | None = None) -> Target:
     cuts  dimension -> (start, stop), for dimension 0 and one other at most
     Raises ValueError for a cut out of range, or through the middle of a byte.
     """
-    cuts = {d: c for d, c in (cuts or {}).items() if c != (0, info.shape[d])}
+    cuts = {d: c for d, c in cuts.items() if c != (0, info.shape[d])} if cuts else {}
+    if not cuts:
+        return Target(info.dtype, info.shape, _parts(info, 0, info.nbytes, info.nbytes, 1))
     for d, (start, stop) in cuts.items():
         if not 0 <= start <= stop <= info.shape[d]:
             raise ValueError(f"{info.name}: cut {start}:{stop} of dimension {d} of {list(info.shape)}")
@@ -107,17 +110,11 @@ def take(info: TensorInfo, cuts: Mapping[int, Range] | None = None) -> Target:
     inner = [d for d in cuts if d > 0]
     if len(inner) > 1:
         raise ValueError(f"{info.name}: cuts of dimensions {inner}")
-    axis = (
-        inner[0] if inner else min(1, len(shape) - 1)
-    )  # rows of the rectangle run over dimensions before it
-    if axis <= 0:  # one dimension, or none
-        start, stop = cuts.get(0, (0, prod(info.shape)))
-        begin, width = _bytes(info, start), _bytes(info, stop - start)
-        return Target(info.dtype, shape, _parts(info, begin, width, width, 1))
+    axis = inner[0] if inner else 0  # rows of the rectangle run over the dimensions before it
     pitch = _bytes(info, prod(info.shape[axis:]))
     cell = prod(info.shape[axis + 1 :])
     start, stop = cuts.get(axis, (0, info.shape[axis]))
-    first = cuts.get(0, (0, 0))[0] * prod(info.shape[1:])
+    first = cuts[0][0] * prod(info.shape[1:]) if inner and 0 in cuts else 0
     begin, width = _bytes(info, first + start * cell), _bytes(info, (stop - start) * cell)
     return Target(info.dtype, shape, _parts(info, begin, pitch, width, prod(shape[:axis])))
 
@@ -132,6 +129,7 @@ def _bytes(info: TensorInfo, elements: int) -> int:
 def _parts(info: TensorInfo, begin: int, pitch: int, width: int, rows: int) -> tuple[Part, ...]:
     if not width * rows:
         return ()
+    pitch = width if rows == 1 else pitch
     return (Part(info.name, info.file, info.offset + begin, pitch, width, rows, 0, width),)
 
 
@@ -155,15 +153,16 @@ def concat(targets: Sequence[Target], dim: int) -> Target:
 
 def _widen(part: Part, inner: int, total: int, base: int, outer: int) -> Part:
     """Move a part from a matrix with rows of ``inner`` bytes to column ``base`` of one with ``total``."""
+    name, file, offset, pitch, width, rows, at, step = part
     if outer == 1:
-        return part._replace(at=part.at + base)
-    if part.width > inner and part.width == part.step == part.pitch and part.width % inner == 0:
-        rows = part.rows * part.width // inner
-        part = part._replace(width=inner, pitch=inner, step=inner, rows=rows)
-    row, col = divmod(part.at, inner)
-    if col + part.width > inner or (part.rows > 1 and part.step % inner):
-        raise ValueError(f"{part.name}: rows of {part.width} bytes do not fit into rows of {inner}")
-    return part._replace(at=row * total + base + col, step=part.step // inner * total)
+        return Part(name, file, offset, pitch, width, rows, at + base, step)
+    if width > inner and width == step == pitch and width % inner == 0:  # rows that lie together: cut them
+        rows *= width // inner
+        width = step = pitch = inner
+    row, col = divmod(at, inner)
+    if col + width > inner or (rows > 1 and step % inner):
+        raise ValueError(f"{name}: rows of {width} bytes do not fit into rows of {inner}")
+    return Part(name, file, offset, pitch, width, rows, row * total + base + col, step // inner * total)
 
 
 def stack(targets: Sequence[Target]) -> Target:
@@ -172,7 +171,7 @@ def stack(targets: Sequence[Target]) -> Target:
     if any((t.dtype, t.shape) != (first.dtype, first.shape) for t in targets):
         raise ValueError(f"cannot stack {sorted({(t.dtype, t.shape) for t in targets})}")
     size = first.nbytes
-    parts = (p._replace(at=p.at + i * size) for i, t in enumerate(targets) for p in t.parts)
+    parts = (Part(*p[:6], p.at + i * size, p.step) for i, t in enumerate(targets) for p in t.parts)
     return Target(first.dtype, (len(targets), *first.shape), tuple(parts))
 
 
@@ -192,23 +191,30 @@ def make_plan(targets: Mapping[str, Target], *, chunk: int = CHUNK, gap: int = G
     gap    bytes between two rows of a slice that are read along rather than skipped
     Two keys of one tensor (tied weights) share one place.
     """
-    files = sorted({part.file for t in targets.values() for part in t.parts})
-    arenas = dict.fromkeys(files, 0)
-    number = {file: i for i, file in enumerate(files)}
-    starts: dict[tuple[Part, ...], tuple[int, int]] = {}
-    for target, file, start in _starts(targets.values(), arenas):
-        starts[target.parts] = number[file], start
-    places = {
-        key: Place(*starts.get(t.parts, (0, 0)), t.dtype, t.shape) for key, t in targets.items()
-    }  # targets without bytes lie nowhere
-    cutter = Cutter(chunk, gap)
-    needed = 0
-    for move in sorted(_moves(starts)):
-        needed += move.width * move.rows
+    collecting = gc.isenabled()
+    gc.disable()  # nothing here is garbage; the collector would walk 100,000 new tuples again and again
+    try:
+        return _make_plan(targets, Cutter(chunk, gap))
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _make_plan(targets: Mapping[str, Target], cutter: Cutter) -> Plan:
+    unique = {t.parts: t for t in targets.values() if t.parts}.values()
+    arenas = _Arenas(sorted({part.file for t in unique for part in t.parts}))
+    arenas.add_runs([t for t in unique if _is_run(t)])
+    for target in unique:
+        if not _is_run(target):
+            arenas.add(target)
+    starts = arenas.starts
+    places = {key: Place(*starts.get(t.parts, (0, 0)), t.dtype, t.shape) for key, t in targets.items()}
+    for move in sorted(arenas.moves):
         cutter.add(move)
     chunks = cutter.close()
+    needed = sum(move.width * move.rows for move in arenas.moves)
     read = sum(r.nbytes * r.rows for c in chunks for r in c.reads)
-    sizes = tuple(_up(size, ALIGN) for size in arenas.values()) or (0,)
+    sizes = tuple(_up(size, ALIGN) for size in arenas.sizes) or (0,)
     return Plan(places, sizes, chunks, needed, read)
 
 
@@ -218,35 +224,43 @@ def _up(value: int, unit: int) -> int:
 
 def _is_run(target: Target) -> bool:
     """Whether a target is one piece of a file, byte for byte."""
-    (part, *others) = target.parts
-    whole = part.rows == 1 or part.pitch == part.width == part.step
-    return not others and whole
+    part = target.parts[0]
+    return len(target.parts) == 1 and (part.rows == 1 or part.pitch == part.width == part.step)
 
 
-def _starts(targets: Iterable[Target], arenas: dict[str, int]) -> Iterator[tuple[Target, str, int]]:
-    """Yield (target, file of its arena, offset there), each set of parts once; ``arenas`` grows.
+class _Arenas:
+    """One arena a file: how much is in it, where each target starts, what must be moved there."""
 
-    Pieces that follow each other in a file follow each other in the arena, so that they move as one. Whatever
-    else goes into the arena of its first part, behind them.
-    """
-    unique = {t.parts: t for t in targets if t.parts}.values()
-    runs = [t for t in unique if _is_run(t)]
-    ends = dict.fromkeys(arenas, -1)  # in the file, of the last piece
-    for t in sorted(runs, key=lambda t: (t.parts[0].file, t.parts[0].offset)):
-        file, offset = t.parts[0].file, t.parts[0].offset
-        follows = offset == ends[file] and arenas[file] % KEPT_ALIGN == 0
-        start = arenas[file] if follows else _up(arenas[file], ALIGN)
-        arenas[file], ends[file] = start + t.nbytes, offset + t.nbytes
-        yield t, file, start
-    for t in unique:
-        if not _is_run(t):
-            file = t.parts[0].file
-            start = _up(arenas[file], ALIGN)
-            arenas[file] = start + t.nbytes
-            yield t, file, start
+    def __init__(self, files: Sequence[str]) -> None:
+        self._number = {file: i for i, file in enumerate(files)}
+        self.sizes = [0] * len(files)
+        self.starts: dict[tuple[Part, ...], tuple[int, int]] = {}  # parts -> arena, offset
+        self.moves: list[Move] = []
 
+    def add_runs(self, targets: Iterable[Target]) -> None:
+        """Place pieces of files. Those that follow each other in a file do so in the arena: one move."""
+        for target in sorted(targets, key=lambda t: (t.parts[0].file, t.parts[0].offset)):
+            (part,) = target.parts
+            arena, nbytes = self._number[part.file], part.width * part.rows
+            last = self.moves[-1] if self.moves else None
+            if (
+                last is not None
+                and (last.file, last.offset + last.width) == (part.file, part.offset)
+                and self.sizes[arena] % KEPT_ALIGN == 0
+            ):
+                start, width = self.sizes[arena], last.width + nbytes
+                self.moves[-1] = Move(part.file, last.offset, width, width, 1, arena, last.to, width)
+            else:
+                start = _up(self.sizes[arena], ALIGN)
+                self.moves.append(Move(part.file, part.offset, nbytes, nbytes, 1, arena, start, nbytes))
+            self.sizes[arena] = start + nbytes
+            self.starts[target.parts] = arena, start
 
-def _moves(starts: Mapping[tuple[Part, ...], tuple[int, int]]) -> Iterator[Move]:
-    for parts, (arena, start) in starts.items():
-        for p in parts:
-            yield Move(p.file, p.offset, p.pitch, p.width, p.rows, arena, start + p.at, p.step)
+    def add(self, target: Target) -> None:
+        """Place any other target behind what is in the arena of its first part's file."""
+        arena = self._number[target.parts[0].file]
+        start = _up(self.sizes[arena], ALIGN)
+        for p in target.parts:
+            self.moves.append(Move(p.file, p.offset, p.pitch, p.width, p.rows, arena, start + p.at, p.step))
+        self.sizes[arena] = start + target.nbytes
+        self.starts[target.parts] = arena, start

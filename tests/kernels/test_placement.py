@@ -168,6 +168,24 @@ def test_experts_fused_in_the_file_go_side_by_side() -> None:
         assert same(carry_out(plan, files, 50)["x"], np.concatenate([arrays["a"][1], arrays["b"][1]], dim))
 
 
+@given(
+    cut_at=st.integers(0, 1),
+    joined_at=st.integers(0, 1),
+    cut=st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted),
+    chunk=CHUNKS,
+    gap=GAPS,
+)
+def test_a_cut_along_one_dimension_joins_along_another(
+    cut_at: int, joined_at: int, cut: list[int], chunk: int, gap: int
+) -> None:
+    arrays = random_arrays(5, {"a": ("F16", (6, 6)), "b": ("F16", (6, 6))})
+    infos, files = files_of(arrays, 1 << 30)
+    parts = [take(infos[name], {cut_at: (cut[0], cut[1])}) for name in "ab"]
+    found = carry_out(make_plan({"x": concat(parts, joined_at)}, chunk=chunk, gap=gap), files, chunk)
+    index = (slice(*cut), slice(None)) if cut_at == 0 else (slice(None), slice(*cut))
+    assert same(found["x"], np.concatenate([arrays[name][1][index] for name in "ab"], joined_at))
+
+
 def test_rows_between_rows_go_side_by_side() -> None:
     """Two tensors row by row in turn, then columns of a third beside them."""
     shapes = {"a": ("F16", (3, 1, 5)), "b": ("F16", (3, 1, 5)), "c": ("F16", (3, 2, 4))}
