@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from w4pack.kernels.hf.streams import Stream
 
 
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.*",
+    "*.spm",
+    "spiece.model",
+    "*.tiktoken",
+    "tekken.json",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Speaker:
     """A loaded model with its tokenizer, and how it is asked."""
@@ -88,19 +99,27 @@ def _folder(given: Given) -> Path:
 
 
 def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer. Without a vocabulary some classes would make an empty one."""
     from transformers import AutoTokenizer
 
+    if not any(file for pattern in VOCABULARIES for file in folder.glob(pattern)):
+        raise _no_tokenizer(folder, None)
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except Exception as err:  # transformers and its tokenizers raise nearly anything
-        raise SourceError(
-            "no tokenizer that transformers can load",
-            code="no-tokenizer",
-            where=str(folder),
-            expected="tokenizer.json, or what else the tokenizer's class asks for",
-            found=str(err).strip().partition("\n")[0][:200],
-        ) from err
+        raise _no_tokenizer(folder, str(err)) from err
     return found
+
+
+def _no_tokenizer(folder: Path, found: str | None) -> SourceError:
+    return SourceError(
+        "no tokenizer that transformers can load",
+        code="no-tokenizer",
+        where=str(folder),
+        expected=", ".join(VOCABULARIES),
+        found=None if found is None else found.strip().partition("\n")[0][:200],
+        hint="copy the tokenizer's files from the source of the artifact",
+    )
 
 
 def _default_device(given: Given) -> str:

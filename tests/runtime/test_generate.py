@@ -1,0 +1,254 @@
+"""`w4pack generate` as users call it: text on stdout as it comes, figures on stderr, errors in words."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from click.testing import CliRunner, Result  # noqa: E402
+
+import builders  # noqa: E402
+import w4pack as package  # noqa: E402
+from runtime import models  # noqa: E402
+from w4pack import cli  # noqa: E402
+from w4pack.convert import convert  # noqa: E402
+from w4pack.convert.errors import UsageError, W4PackError  # noqa: E402
+from w4pack.kernels.hf import generate, streams  # noqa: E402
+
+if TYPE_CHECKING:
+    from conftest import Runner
+
+NAME = "gptqmodel-w4g32-asym-desc-qwen2"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("generate")
+    convert(models.source(NAME, place), place / "out")
+    return place / "out"
+
+
+@pytest.fixture
+def chatty(out: Path, tmp_path: Path) -> Path:
+    """The artifact with a chat template."""
+    folder = tmp_path / "chatty"
+    shutil.copytree(out, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def run(*args: object, stdin: str = "") -> Result:
+    """Run the command in this process: importing transformers takes seconds."""
+    return CliRunner().invoke(cli.root, ["generate", *map(str, args)], input=stdin)
+
+
+def greedy(folder: Path, text: str, count: int) -> list[int]:
+    """The likeliest tokens after a text, one full pass for each."""
+    from transformers import AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), package.load(folder)
+    ids = list(tokenizer(text)["input_ids"])
+    start, ends = len(ids), model.generation_config.eos_token_id
+    for _ in range(count):
+        ids.append(int(models.logits(model, torch.tensor([ids]))[-1].argmax()))
+        if ids[-1] in (ends if isinstance(ends, list) else [ends]):
+            break
+    return ids[start:]
+
+
+def test_text_is_the_likeliest_continuation(out: Path, w4pack: "Runner") -> None:
+    from transformers import AutoTokenizer
+
+    options = ("--max-new-tokens", "8", "--device", "cpu")
+    run = w4pack("generate", out, "She was a", *options, env={"OMP_NUM_THREADS": "1"})
+    tokens = greedy(out, "She was a", 8)
+    text = AutoTokenizer.from_pretrained(out).decode(tokens, skip_special_tokens=True)
+    assert (run.code, run.stdout.rstrip("\n")) == (0, text.rstrip("\n"))
+    assert f"{len(tokens)} tokens" in run.stderr and "loaded in" in run.stderr
+
+
+def test_json_is_one_object_for_each_prompt(out: Path) -> None:
+    done = run(out, "She", "He was", "--max-new-tokens", "4", "--json", "--device", "cpu")
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert (first["schema"], first["prompt"], second["prompt"]) == (1, "She", "He was")
+    assert second["prompt_tokens"] == first["prompt_tokens"] + 3  # byte tokens
+    assert {first["device"], first["dtype"], first["finish"]} <= {"cpu", "float16", "length", "stop"}
+    assert first["new_tokens"] <= 4 and first["load_seconds"] > 0 and first["first_token_seconds"] > 0
+
+
+def test_a_seed_decides_what_is_drawn(out: Path) -> None:
+    def draw(*args: str) -> str:
+        options = ("--max-new-tokens", "16", "--json", "--device", "cpu")
+        return str(json.loads(run(out, "She", *options, *args).stdout)["text"])
+
+    warm = ("--temperature", "1.5")
+    assert draw(*warm, "--seed", "1") == draw(*warm, "--seed", "1") != draw(*warm, "--seed", "2")
+    assert draw(*warm, "--top-p", "0.000001") == draw()  # only the likeliest token is left
+
+
+def test_the_default_device_is_said(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run(out, "She", "--max-new-tokens", "1")
+    assert done.stderr.startswith("running on the CPU, slowly: torch sees no GPU\n")
+    quiet = run(out, "-", "--max-new-tokens", "1", "-q", stdin="She")
+    assert (quiet.stderr, quiet.stdout) == ("", done.stdout)
+
+
+def test_a_card_that_is_too_old_is_no_default(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+    done = run(out, "She", "--max-new-tokens", "1")
+    assert done.stderr.startswith("running on the CPU, slowly: the card is too old for the kernels\n")
+
+
+def test_the_chat_template_is_used_where_there_is_one(chatty: Path) -> None:
+    def count(*args: str) -> int:
+        done = run(chatty, "Hi", "--max-new-tokens", "1", "--json", "--device", "cpu", *args)
+        return int(json.loads(done.stdout)["prompt_tokens"])
+
+    assert count() == len("[user]Hi[assistant]")
+    assert count("--system", "Be brief.") == len("[system]Be brief.[user]Hi[assistant]")
+    assert count("--no-chat") == len("Hi")
+
+
+def test_wrong_uses_are_told(out: Path, chatty: Path, demo: Path, tmp_path: Path) -> None:
+    silent = tmp_path / "silent"
+    shutil.copytree(out, silent, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+    refusing = tmp_path / "refusing"
+    shutil.copytree(chatty, refusing)
+    (refusing / "chat_template.jinja").write_text("{{ raise_exception('no conversation') }}")
+    uses: list[tuple[tuple[Any, ...], int, str]] = [
+        ((out, "x", "--system", "y"), 2, "no chat template"),
+        ((chatty, "x", "--system", "y", "--no-chat"), 2, "--no-chat"),
+        ((out, ""), 2, "no room"),
+        ((out, "x" * 2000), 2, "no room"),
+        ((silent, "x"), 1, "no tokenizer"),
+        ((refusing, "x"), 1, "no conversation"),
+        ((demo, "x"), 3, "w4pack convert"),
+        ((tmp_path / "nothing", "x"), 1, "no such folder"),
+        ((out, "x", "--device", "abacus"), 2, "abacus"),
+        ((out, "x", "--temperature", "-1"), 2, "temperature"),
+        ((out, "x", "--top-p", "0"), 2, "top-p"),
+        ((out,), 2, "PROMPT"),
+    ]
+    for args, code, text in uses:
+        done = run(*args, *(() if "--device" in args else ("--device", "cpu")))
+        assert (done.exit_code, done.stdout.strip()) == (code, ""), args
+        assert text in done.stderr and "Traceback" not in done.stderr, (args, done.stderr)
+
+
+def test_a_missing_extra_says_what_brings_it(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    monkeypatch.setattr(generate, "find_spec", lambda name: None)
+    with pytest.raises(UsageError) as caught:
+        generate.run_generate({"path": str(out), "prompts": ("x",), "system": None, "chat": True})
+    assert caught.value.code == "extra-missing" and "w4pack[gpu]" in str(caught.value)
+
+
+def test_the_package_says_which_extra_its_loader_needs(out: Path) -> None:
+    program = "import sys; sys.modules['torch'] = None; import w4pack; w4pack.load"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "ImportError: w4pack.load needs torch: pip install 'w4pack[gpu]'" in done.stderr
+
+
+def test_ctrl_c_stops_with_130(out: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "w4pack",
+        "generate",
+        str(out),
+        "She",
+        "--temperature",
+        "1",
+        "--device",
+        "cpu",
+    ]
+    command += ["--max-new-tokens", "500"]
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert child.stdout is not None
+    assert child.stdout.read(1)  # text comes before the end
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert err.endswith("error: stopped by a signal\n") and "Traceback" not in err
+
+
+def hot(place: Path, dtype: str) -> Path:
+    """An artifact whose down_proj is far beyond fp16."""
+    made = builders.model(7, builders.llama_config(torch_dtype=dtype), dense_tag="BF16", tag="BF16", group=64)
+    name = "model.layers.0.mlp.down_proj"
+    linear = made.linears[name]
+    wide = (linear.scales.astype(np.uint32) << 16).view(np.float32) * 1e9
+    linear.scales[:] = builders.floats(wide, "BF16")
+    builders.write(place / "source", made, builders.compressed, builders.compressed_config(group=64))
+    convert(place / "source", place / "out")
+    return place / "out"
+
+
+def test_numbers_beyond_fp16_stop_a_generation_and_name_the_layer(tmp_path: Path) -> None:
+    folder = hot(tmp_path, "bfloat16")
+    ids = torch.tensor([[5, 6, 7]])
+    exact = models.logits(models.dense(tmp_path / "source", tmp_path), ids)
+    found = models.logits(package.load(folder), ids).float()
+    assert float((found - exact).abs().max()) <= models.tolerance(exact, torch.bfloat16)
+    with pytest.warns(UserWarning, match="65504"):
+        model = package.load(folder, dtype="float16")
+    check = streams.FiniteScores(model)
+    with pytest.raises(W4PackError) as caught:
+        check(ids, models.logits(model, ids)[-1:])
+    assert caught.value.where == "model.layers.0.mlp.down_proj"
+    fine = package.load(folder)
+    assert torch.equal(streams.FiniteScores(fine)(ids, found[-1:]), found[-1:])
+
+
+def test_the_command_stops_too(tmp_path: Path) -> None:
+    folder = hot(tmp_path, "float16")
+    shutil.copytree(models.source(NAME, tmp_path / "words"), tmp_path / "t")
+    for file in (tmp_path / "t").glob("*token*"):
+        shutil.copy(file, folder / file.name)
+    done = run(folder, "abc", "--device", "cpu", "--max-new-tokens", "5")
+    assert (done.exit_code, done.stdout.strip()) == (1, "")
+    assert "model.layers.0.mlp.down_proj" in done.stderr
+
+
+def test_a_stream_counts_and_keeps_the_text(out: Path) -> None:
+    from transformers import AutoTokenizer
+
+    stream = streams.Stream(AutoTokenizer.from_pretrained(out), file := io.StringIO())
+    stream.begin()
+    stream.put(torch.tensor([[65, 66]]))  # the prompt
+    for token in b"abc ":
+        time.sleep(0.001)
+        stream.put(torch.tensor([token]))
+    stream.end()
+    stream.line_end()
+    assert (stream.text, stream.count, file.getvalue()) == ("abc ", 4, "abc \n")
+    assert stream.first_seconds > 0 and stream.rate is not None and stream.rate > 0
+    assert json.dumps(stream.text) == '"abc "'
