@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from w4pack.kernels import moe_checks, reference
+from w4pack.kernels import moe_checks, moe_launch, reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +80,8 @@ def _gather_fake(x: "Tensor", rows: "Tensor", offsets: "Tensor", perm: "Tensor",
     return x.new_empty((rows.shape[0], width))
 
 
+_library.impl("moe_gemm", moe_launch.gemm, "CUDA")
+_library.impl("moe_gather", moe_launch.gather, "CUDA")
 _library.impl("moe_gemm", _gemm_cpu, "CPU")
 _library.impl("moe_gather", _gather_cpu, "CPU")
 torch.library.register_fake("w4pack::moe_gemm", _gemm_fake, lib=_library)

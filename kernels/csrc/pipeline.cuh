@@ -30,9 +30,14 @@ template <class T> struct Loader {
   DEVICE u32 group_bytes() const { return chunks() * 128; }           // of a row of scales
 
   // Goes to a unit of a tile. The last tile may reach past N: its chunks are then the last one, read but not used.
-  DEVICE void seek(int tile, int unit) {
-    const int token_blocks = Grid<T>::token_blocks(p);
-    const int chunk0 = tile / token_blocks * T::CHUNKS, token0 = tile % token_blocks * T::TOKENS;
+  DEVICE void seek(const Segment &segment, int unit) {
+    const Place place = Grid<T>::place(p, segment);
+    seek_weights(place.column_tile * T::CHUNKS, unit);
+    token_limit = Grid<T>::token_end(p, segment) - place.token0 - thread / 8;
+    x = p.x + (static_cast<u64>(place.token0 + thread / 8) * p.ldx + unit * T::UNIT_K + thread % 8 * 8) * 2;
+  }
+
+  DEVICE void seek_weights(int chunk0, int unit) {
 #pragma unroll
     for (int i = 0; i < PER_ROW; i++) {
       const int at = (i * T::SLOT_THREADS + thread % ROW_VECTORS) * 16;
@@ -43,8 +48,6 @@ template <class T> struct Loader {
     scales = min(chunk0 + scale_at / 128, chunks() - 1) * 128 + scale_at % 128;
     const int zero_at = thread * 16 % T::ZERO_ROW_BYTES;
     zeros = min(chunk0 + zero_at / (8 * T::BITS), chunks() - 1) * (8 * T::BITS) + zero_at % (8 * T::BITS);
-    token_limit = p.m - token0 - thread / 8;
-    x = p.x + (static_cast<u64>(token0 + thread / 8) * p.ldx + unit * T::UNIT_K + thread % 8 * 8) * 2;
   }
 
   // Goes to this slot's next unit of the same tile.
@@ -54,21 +57,24 @@ template <class T> struct Loader {
     x += T::SLOTS * T::UNIT_K * 2;
   }
 
-  DEVICE void weights(u32 stage, int unit) const {
+  DEVICE void weights(u32 stage, int unit) const { copy_weights(stage, unit, p.weight, p.scales, p.zeros); }
+
+  DEVICE void copy_weights(u32 stage, int unit, const u8 *words, const u8 *scale_rows, const u8 *zero_rows) const {
 #pragma unroll
     for (int i = 0; i < COPIES; i++)
       ptx::copy_async_16(stage + T::W_AT + (i * T::SLOT_THREADS + thread) * 16,
-                         p.weight + (w[i % PER_ROW] + i / PER_ROW * ROWS_AT_ONCE * row_bytes()));
+                         words + (w[i % PER_ROW] + i / PER_ROW * ROWS_AT_ONCE * row_bytes()));
     const int first = (unit * T::UNIT_K) >> p.group_shift, rows = max(1, T::UNIT_K >> p.group_shift);
     static_assert(T::CHECKS * T::SCALE_ROW_BYTES <= 16 * T::SLOT_THREADS, "one copy a thread");
     if (thread * 16 < rows * T::SCALE_ROW_BYTES) {
       const int group = first + thread * 16 / T::SCALE_ROW_BYTES;
-      ptx::copy_async_16(stage + T::SCALES_AT + thread * 16, p.scales + (scales + group * group_bytes()));
+      ptx::copy_async_16(stage + T::SCALES_AT + thread * 16, scale_rows + (scales + group * group_bytes()));
     }
     if constexpr (T::ZEROS) {
       if (thread * 16 < rows * T::ZERO_ROW_BYTES) {
         const int group = first + thread * 16 / T::ZERO_ROW_BYTES;
-        ptx::copy_async_16(stage + T::ZEROS_AT + thread * 16, p.zeros + (zeros + group * (group_bytes() / 16 * T::BITS)));
+        ptx::copy_async_16(stage + T::ZEROS_AT + thread * 16,
+                           zero_rows + (zeros + group * (group_bytes() / 16 * T::BITS)));
       }
     }
   }
@@ -77,6 +83,9 @@ template <class T> struct Loader {
   // ldmatrix meets no bank twice and wgmma finds its 128-byte swizzle. Rows past M are zeros, and are not read.
   DEVICE void activations(u32 stage) const {
     const u64 step_bytes = static_cast<u64>(TOKENS_AT_ONCE) * 2 * p.ldx;
+    copy_activations(stage, [&](int i) { return x + i * step_bytes; });
+  }
+  template <class F> DEVICE void copy_activations(u32 stage, const F &row) const {
 #pragma unroll
     for (int half = 0; half < T::HALVES; half++)
 #pragma unroll
@@ -85,7 +94,7 @@ template <class T> struct Loader {
         if (T::TOKENS % TOKENS_AT_ONCE == 0 || token < T::TOKENS)
           ptx::copy_async_16_or_zero(
               stage + (half * T::TOKENS + token) * X_ROW_BYTES + ((thread % 8 ^ (token & 7)) * 16),
-              x + i * step_bytes + half * X_ROW_BYTES, i * TOKENS_AT_ONCE < token_limit ? 16 : 0);
+              row(i) + half * X_ROW_BYTES, i * TOKENS_AT_ONCE < token_limit ? 16 : 0);
       }
   }
 };
@@ -112,7 +121,7 @@ template <class T> struct Feed {
     while (unit >= end && run.more()) {
       const Segment segment = run.take(loader.p);
       unit = segment.begin + slot, end = segment.end;
-      if (unit < end) loader.seek(segment.tile, unit);
+      if (unit < end) loader.seek(segment, unit);
     }
   }
 };

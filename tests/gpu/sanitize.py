@@ -1,8 +1,9 @@
 """A few products of every tile, small enough for compute-sanitizer (``run_all.sh sanitizer``)."""
 
+import cases
 import torch
 
-from w4pack.kernels import launch, ops, reference, tiles
+from w4pack.kernels import launch, moe_launch, moe_tiles, ops, reference, tiles
 
 
 def main() -> None:
@@ -27,8 +28,40 @@ def main() -> None:
         words = torch.randint(-(2**31), 2**31 - 1, (320 * bits // 32, 192), device="cuda", dtype=torch.int32)
         ops.repack(words, torch.randperm(320, device="cuda").int(), bits)
     ops.gather(torch.randn(3, 200, device="cuda").half(), torch.randperm(200, device="cuda").int(), 256)
+    experts()
     torch.cuda.synchronize()
     print("done")
+
+
+def experts() -> None:
+    """Run each tile of the grouped product on uneven routings, and the grouped gather once."""
+    card = launch.device(0)
+    arch = launch.table_arch(card.arch)
+    for bits, zeros in ((4, False), (4, True), (8, True)):
+        for tile in moe_tiles.all_tiles(arch, bits):
+            for k, n, counts in (
+                (2 * tile.unit, 192, (0, 3, 0, 17)),
+                (1024, 320, (tile.tokens + 1, 0, 1, 9)),
+            ):
+                layer = [cases.make(1, k, n, bits, 128, zeros=zeros, seed=e) for e in range(4)]
+                stacks = [torch.stack([getattr(c, name) for c in layer]) for name in ("weight", "scales")]
+                z = torch.stack([c.zeros for c in layer if c.zeros is not None]) if zeros else None
+                offsets = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+                rows = torch.randint(8, (sum(counts) + 2,), device="cuda", dtype=torch.int32)
+                x = torch.randn(8, k, device="cuda").half()
+                out = torch.full((rows.numel(), n), float("nan"), device="cuda", dtype=torch.float16)
+                most = moe_tiles.grid(tile, card.multiprocessors, rows.numel(), 4, n, k)
+                chosen = tiles.Launch(tile, min(8, most))
+                moe_launch.run_gemm(x, *stacks, z, rows, offsets, bits, 128, out, chosen)
+                expert = torch.arange(4, device="cuda").repeat_interleave(torch.tensor(counts, device="cuda"))
+                dense = torch.stack([c.dense for c in layer])
+                taken = x[rows[: sum(counts)].long()].double()
+                exact = torch.einsum("rk,rkn->rn", taken, dense[expert])
+                assert cases.error(out[: sum(counts)], exact) < 1e-3, (tile, k, n)
+                assert not out[sum(counts) :].any()
+    perm = torch.stack([torch.randperm(203, device="cuda") for _ in range(4)]).int()
+    moe_launch.gather(torch.randn(8, 203, device="cuda").half(), rows[:20], offsets, perm, 256)
+    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

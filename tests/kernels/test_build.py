@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from w4pack.kernels import build, tiles
+from w4pack.kernels import build, moe_tiles, tiles
 
 SPILL = "ptxas info: Used 255 registers\n 16 bytes stack frame, 24 bytes spill stores, 40 bytes spill loads"
 has_compiler = importlib.util.find_spec("nvidia") is not None and (
@@ -22,6 +22,8 @@ def test_every_kernel_a_launch_can_name_is_built(arch: str) -> None:
             for zeros in (False, True):
                 for tile in tiles.all_tiles(table, bits):
                     assert tiles.kernel_name(tile, dtype, bits, zeros) in built
+                for tile in moe_tiles.all_tiles(table, bits):
+                    assert moe_tiles.kernel_name(tile, dtype, bits, zeros) in built
                 assert f"dequantize_{dtype}_b{bits}_{'zp' if zeros else 'sym'}" in built
         assert f"repack_b{bits}" in built
     assert "gather" in built
@@ -64,7 +66,10 @@ def test_a_file_is_kept_until_its_inputs_change(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.skipif(not has_compiler, reason="the compiler nvidia-cuda-nvrtc-cu12 is not installed")
-@pytest.mark.parametrize(("arch", "entry"), [("sm_80", "mma_t8"), ("sm_90a", "wgmma_t64")])
+@pytest.mark.parametrize(
+    ("arch", "entry"),
+    [("sm_80", "w4a16_fp16_b4_sym_mma_t8"), ("sm_90a", "wgmma_t64"), ("sm_90a", "moe_bf16_b4_zp_wgmma_t48")],
+)
 def test_a_hot_kernel_compiles_without_spills(arch: str, entry: str) -> None:
     job = next(job for job in build.jobs(arch) if entry in job.entry)
     found = build.compile_job(job)

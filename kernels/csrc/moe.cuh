@@ -1,0 +1,46 @@
+// y[r] = x[rows[r]] * the weight of r's expert, for R pairs sorted by expert: w4a16.cuh with another scheduler.
+//
+// Which weight a block reads depends on the routing, so nothing is asked for before the previous kernel has finished.
+#pragma once
+#include "moe_pipeline.cuh"
+#include "w4a16.cuh"
+
+// Pairs past the last expert's belong to nobody: their rows are zeros.
+DEVICE void clear_tail(const MoeProblem &p, u32 threads) {
+  const u64 row_vectors = p.n / 8, begin = p.border[p.experts] * row_vectors, end = p.m * row_vectors;
+  for (u64 at = begin + blockIdx.x * threads + threadIdx.x; at < end; at += gridDim.x * threads)
+    reinterpret_cast<uint4 *>(p.y)[at] = make_uint4(0, 0, 0, 0);
+}
+
+template <class T, class UNIT> DEVICE void moe(MoeProblem &p) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const int slot = threadIdx.x / T::SLOT_THREADS, in_slot = threadIdx.x % T::SLOT_THREADS;
+  const int warp = in_slot / 32, lane = in_slot % 32;
+  const u32 base = ptx::shared_address(shared), ring = base + slot * T::STAGES * T::STAGE_BYTES;
+
+  const UNIT product(p, warp, lane);
+
+  ptx::launch_dependents();
+  ptx::wait_for_previous_kernel();
+  schedule<T>(p, reinterpret_cast<u32 *>(shared + T::SHARED_BYTES));
+  clear_tail(p, T::THREADS);
+  if (blockIdx.x >= p.blocks) return;
+
+  Feed<T> feed(p, slot, in_slot);
+  {
+    Feed<T> first = feed;
+#pragma unroll 1
+    for (int i = 0; i < T::AHEAD; i++) {
+      if (first.valid()) first.loader.weights(ring + i * T::STAGE_BYTES, first.unit);
+      ptx::copy_async_commit();
+      first.advance();
+    }
+  }
+#pragma unroll 1
+  for (int i = 0; i < T::AHEAD; i++) {
+    if (feed.valid()) feed.loader.activations(ring + i * T::STAGE_BYTES);
+    ptx::copy_async_commit();
+    feed.advance();
+  }
+  multiply<T>(p, product, feed, slot, base, ring);
+}

@@ -1,0 +1,128 @@
+"""Launches of the mixture-of-experts kernels: what ``moe_ops`` runs on a GPU.
+
+Nothing here waits for the card or depends on how tokens are spread: grids follow from sizes alone.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from w4pack.convert.errors import UsageError
+from w4pack.kernels import gather_launch, launch, moe_checks, moe_tiles, ops, tiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def gemm(
+    x: "Tensor",
+    weight: "Tensor",
+    scales: "Tensor",
+    zeros: "Tensor | None",
+    rows: "Tensor",
+    offsets: "Tensor",
+    bits: int,
+    group_size: int,
+) -> "Tensor":
+    """Return (R, N): x[rows[r]] times the dequantized weight of r's expert.
+
+    Args:
+        x: (T, K) fp16 or bf16.
+        weight: (E, K/16, N*bits/2) int32.
+        scales: (E, G, N) fp16 or bf16, grouped order.
+        zeros: (E, G, N*bits/32) int32, or None.
+        rows: (R,) int32, rows of x.
+        offsets: (E + 1,) int32, where each expert's pairs begin.
+        bits: 4 or 8.
+        group_size: -1, 32, 64 or 128.
+
+    Raises:
+        UsageError: an argument does not fit.
+    """
+    _, n = moe_checks.gemm(x, weight, scales, zeros, rows, offsets, bits, group_size)
+    out = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
+    run_gemm(x, weight, scales, zeros, rows, offsets, bits, group_size, out)
+    return out
+
+
+def run_gemm(
+    x: "Tensor",
+    weight: "Tensor",
+    scales: "Tensor",
+    zeros: "Tensor | None",
+    rows: "Tensor",
+    offsets: "Tensor",
+    bits: int,
+    group_size: int,
+    out: "Tensor",
+    chosen: tiles.Launch | None = None,
+) -> None:
+    """Launch a product whose arguments were checked; ``chosen`` overrides the table, for tuning.
+
+    Raises:
+        UsageError: more experts than the kernels' tables hold.
+    """
+    pairs, experts, n, k = rows.shape[0], weight.shape[0], out.shape[1], x.shape[1]
+    if experts > moe_tiles.MOST_EXPERTS:
+        raise UsageError(
+            "the layer has more experts than the kernels take",
+            code="operator-argument",
+            where="weight",
+            expected=f"at most {moe_tiles.MOST_EXPERTS}",
+            found=str(experts),
+        )
+    if pairs == 0:
+        return
+    index = x.get_device()
+    with torch.cuda.device(index):
+        card = launch.device(index)
+        arch, symmetric = launch.table_arch(card.arch), zeros is None
+        choice = chosen or moe_tiles.choose(arch, card.multiprocessors, pairs, experts, n, k, bits)
+        stream = ops._current_stream(index)
+        space = card.workspace(stream)
+        launch.start(
+            card,
+            moe_tiles.kernel_name(choice.tile, ops.NAMES[x.dtype], bits, not symmetric),
+            choice.grid,
+            choice.tile.threads,
+            moe_tiles.shared_bytes(choice.tile, experts, bits, not symmetric),
+            stream,
+            x.data_ptr(),
+            weight.data_ptr(),
+            scales.data_ptr(),
+            ops._pointer(zeros),
+            rows.data_ptr(),
+            offsets.data_ptr(),
+            out.data_ptr(),
+            space.sums.data_ptr(),
+            space.flags.data_ptr(),
+            ops._int(pairs),
+            ops._int(n),
+            ops._int(k),
+            ops._int(x.stride(0) if x.shape[0] > 1 else k),
+            ops._int(experts),
+            ops._int(tiles.group_shift(group_size)),
+            ops._int(scales.dtype == torch.bfloat16),
+        )
+
+
+def gather(x: "Tensor", rows: "Tensor", offsets: "Tensor", perm: "Tensor", width: int) -> "Tensor":
+    """Return (R, width): x[rows[r]] in the order of columns of r's expert, zeros up to ``width``.
+
+    Args:
+        x: (T, K) fp16 or bf16.
+        rows: (R,) int32, rows of x.
+        offsets: (E + 1,) int32, where each expert's pairs begin.
+        perm: (E, K) int32.
+        width: columns of the result, a multiple of 8, at least K.
+
+    Raises:
+        UsageError: an argument does not fit.
+    """
+    moe_checks.gather(x, rows, offsets, perm, width)
+    out = torch.empty((rows.shape[0], width), dtype=x.dtype, device=x.device)
+    index = x.get_device()
+    with torch.cuda.device(index):
+        stream = ops._current_stream(index)
+        gather_launch.run(launch.device(index), stream, x, perm, out, rows, offsets)
+    return out
