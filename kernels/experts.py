@@ -92,12 +92,14 @@ class PackedExperts(nn.Module):
         y = self.down_proj(inner, pairs, offsets)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         by_token = y[places].view(tokens, choices, -1).float()
-        return (by_token * top_k_weights.float().unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+        out: torch.Tensor = (by_token * top_k_weights.float().unsqueeze(-1)).sum(1)
+        return out.to(hidden_states.dtype)
 
     def _gated(self, x: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         outputs = [getattr(self, name)(x, rows, offsets) for name in self.first]
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        return self.act_fn(gate) * up
+        gated: torch.Tensor = self.act_fn(gate) * up
+        return gated
 
 
 class ExpertParts(nn.Module):

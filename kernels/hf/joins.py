@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from w4pack.convert.core.families import FusedSet, expert_index, fused_sets
-from w4pack.convert.errors import Refused
+from w4pack.convert.errors import Refused, SourceError, name_some
 from w4pack.kernels.artifact import Artifact
 from w4pack.kernels.experts import ExpertParts, PackedExperts, StackedLinear, stacked
 from w4pack.kernels.hf.skeleton import GATE_UP_DOWN, Skeleton, replace
@@ -121,7 +122,7 @@ def _stacks(path: str, skeleton: Skeleton) -> ExpertStacks:
             where=f"{path}.*.{leaf}",
             expected="the same bits, groups, symmetry and scale dtype in every expert of a layer",
             found=" and ".join(sorted(found)),
-            hint="convert to another target for this model: w4pack check SOURCE",
+            hint="for a stock engine: w4pack convert SOURCE OUT --to compressed-tensors",
         )
 
     together = _stack(rows(gate, up), skeleton.artifact)
@@ -151,10 +152,14 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def join(skeleton: Skeleton, joins: Joins) -> None:
-    """Join layers that have been filled, copying their tensors: set by set, so that one set is held twice."""
+    """Join layers that have been filled, copying their tensors: set by set, so that one set is held twice.
+
+    Layers that a device map has put on different cards stay apart.
+    """
     for fusion in joins.fusions:
         parts = [skeleton.layer(name) for name in fusion.members]
-        FusedLinear(fusion.spec, parts, side_by_side(parts))
+        if len({part.weight.device for part in parts}) == 1:
+            FusedLinear(fusion.spec, parts, side_by_side(parts))
     for layer in joins.experts:
         place_experts(skeleton, layer, [_copied(skeleton, s) for s in layer.stacks])
 
@@ -169,3 +174,25 @@ def place_experts(skeleton: Skeleton, layer: ExpertStacks, tensors: Sequence[Ten
     *gate_up, down = map(StackedLinear, specs, tensors)
     parts = skeleton.model.get_submodule(layer.path)
     replace(skeleton.model, layer.path, PackedExperts(gate_up, down, parts.act_fn))
+
+
+def check_orders(model: nn.Module) -> None:
+    """Check that every act-order is one, on its device: a kernel reads where it points.
+
+    Raises:
+        SourceError: an ``act_perm`` that is no permutation of the layer's inputs.
+    """
+    perms = {name: tensor for name, tensor in model.named_parameters() if name.endswith("act_perm")}
+    right = {}
+    for name, perm in perms.items():
+        natural = torch.arange(perm.shape[-1], dtype=perm.dtype, device=perm.device)
+        right[name] = (perm.sort(-1).values == natural).all()
+    wrong = [name for name, flag in right.items() if not bool(flag)]  # the first look waits for all of them
+    if wrong:
+        raise SourceError(
+            "an act-order is no permutation",
+            code="act-perm",
+            where=name_some(wrong),
+            expected="every number from 0 to K - 1 once",
+            hint="w4pack verify OUT",
+        )

@@ -61,6 +61,7 @@ def load(
     _fill(frame, found, tensors, compute)
     _tie(frame)
     model.to(target)  # buffers that are computed; everything else is there
+    joins.check_orders(model)
     _finish(model, artifact)
     return model
 
@@ -137,7 +138,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
         original(module, name, parameter)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -55,6 +55,15 @@ class W4PackQuantizer(HfQuantizer):
                 found=found,
                 hint="install the w4pack that wrote it, or convert again: w4pack convert SOURCE OUT",
             )
+        places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
+        if "disk" in places or ("cpu" in places and len(places) > 1):
+            raise UsageError(
+                "packed layers stay on one device each; they are not offloaded",
+                code="offload",
+                where="device_map",
+                expected="one CPU, or GPUs",
+                found=", ".join(sorted(places)),
+            )
         for device in cards(device_map):
             launch.device(device)
 
@@ -84,6 +93,7 @@ class W4PackQuantizer(HfQuantizer):
         for name, tensor in model.named_parameters():
             tensor.requires_grad_(False)
             tensor.data = tensor.data.to(self.dtypes[name])  # 5.16 does not cast what it renamed
+        joins.check_orders(model)
         joins.join(self.skeleton, self.joins)
         del self.skeleton, self.joins, self.dtypes
         return model

@@ -167,7 +167,7 @@ def _expert_problems(
             found=reason,
         )
         return
-    count, twice_inner, hidden = original.gate_up_proj.shape
+    count, twice_inner, hidden = original.get_parameter("gate_up_proj").shape
     leaves: dict[str, set[int]] = {}
     for name, layer in layers.items():
         expert, _, leaf = name.partition(".")
@@ -190,6 +190,7 @@ def _expert_problems(
             where=path,
             expected=f"gate, up and down of {count} experts",
             found=packed,
+            hint=f"w4pack convert SOURCE OUT --ignore 're:{path}.*' leaves all of them in 16 bit",
         )
 
 

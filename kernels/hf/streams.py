@@ -1,7 +1,7 @@
 """What watches a generation: text as it comes, when it came, and whether numbers are still numbers."""
 
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from w4pack.convert.errors import W4PackError
 
 
-class Stream(TextStreamer):  # type: ignore[misc]
+class Stream(TextStreamer):
     """Writes text to a file as soon as it is certain, keeps it, counts tokens and takes times.
 
     first_seconds  from ``begin`` to the first new token
@@ -59,7 +59,7 @@ class Stream(TextStreamer):  # type: ignore[misc]
             self.out.flush()
 
 
-class FiniteScores(LogitsProcessor):  # type: ignore[misc]
+class FiniteScores(LogitsProcessor):
     """Stops a generation whose scores are no numbers any more, and names the layer where that began.
 
     Otherwise the first token of the vocabulary would be printed for ever.
@@ -91,12 +91,12 @@ def first_not_finite(model: nn.Module, input_ids: torch.Tensor) -> str | None:
     """Run a model once more and return the first module whose output is not finite."""
     found: list[str] = []
 
-    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
+    def watch(name: str) -> Any:
         def look(module: nn.Module, inputs: object, output: object) -> None:
             tensors = output if isinstance(output, tuple) else (output,)
             for tensor in tensors:
                 floats = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
-                if not found and floats and not bool(tensor.isfinite().all()):  # type: ignore[attr-defined]
+                if not found and floats and not bool(tensor.isfinite().all()):
                     found.append(name)
 
         return module_of[name].register_forward_hook(look)

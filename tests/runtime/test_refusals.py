@@ -212,6 +212,41 @@ def test_a_card_that_is_too_old_is_refused_before_anything_is_read(
     assert caught.value.code == "card-too-old"
 
 
+@pytest.mark.parametrize("name", [DENSE, EXPERTS])
+@pytest.mark.parametrize("values", [(0, 0), (-1, 1), (1 << 30, 0)])
+def test_an_order_that_is_none_is_an_error(
+    name: str, values: tuple[int, int], made: dict[str, Path], tmp_path: Path
+) -> None:
+    order = {DENSE: "gptqmodel-w4g32-asym-desc-qwen2", EXPERTS: EXPERTS}[name]
+    convert(models.source(order, tmp_path), tmp_path / "out")
+
+    def edit(tensors: Tensors) -> None:
+        perm = next(t for n, t in tensors.items() if n.endswith("act_perm"))
+        perm[0], perm[1] = values
+
+    for error in both(edited(tmp_path / "out", tmp_path / "edited", edit)):
+        assert (type(error), error.code) == (SourceError, "act-perm")
+        assert "act_perm" in str(error.where)
+
+
+@pytest.mark.parametrize("device_map", [None, "cpu", "auto", {"": "cpu"}])
+def test_device_maps_of_one_device(device_map: Any, made: dict[str, Path]) -> None:
+    if device_map is not None:
+        pytest.importorskip("accelerate", reason="needs accelerate")
+    exact = models.logits(w4pack.load(made[EXPERTS]))
+    model = AutoModelForCausalLM.from_pretrained(made[EXPERTS], device_map=device_map)
+    assert torch.equal(models.logits(model), exact)
+
+
+def test_offloading_is_refused(made: dict[str, Path]) -> None:
+    config = quantizer.W4PackConfig(
+        **json.loads((made[DENSE] / "config.json").read_text())["quantization_config"]
+    )
+    for places in ({"model": "cpu", "lm_head": "disk"}, {"model": "cpu", "lm_head": 0}):
+        with pytest.raises(UsageError, match="offloaded"):
+            quantizer.W4PackQuantizer(config).validate_environment(device_map=places)
+
+
 def test_fp16_on_a_model_of_bf16_warns(made: dict[str, Path], tmp_path: Path) -> None:
     folder = configured(made[DENSE], tmp_path / "edited", lambda c: c.update(dtype="bfloat16"))
     with pytest.warns(UserWarning, match="65504"):
