@@ -74,36 +74,39 @@ def run_gemm(
     if pairs == 0:
         return
     index = x.get_device()
-    with torch.cuda.device(index):
-        card = launch.device(index)
-        arch, symmetric = launch.table_arch(card.arch), zeros is None
-        choice = chosen or moe_tiles.choose(arch, card.multiprocessors, pairs, experts, n, k, bits)
-        stream = ops._current_stream(index)
-        space = card.workspace(stream)
-        launch.start(
-            card,
-            moe_tiles.kernel_name(choice.tile, ops.NAMES[x.dtype], bits, not symmetric),
-            choice.grid,
-            choice.tile.threads,
-            moe_tiles.shared_bytes(choice.tile, experts, bits, not symmetric),
-            stream,
-            x.data_ptr(),
-            weight.data_ptr(),
-            scales.data_ptr(),
-            ops._pointer(zeros),
-            rows.data_ptr(),
-            offsets.data_ptr(),
-            out.data_ptr(),
-            space.sums.data_ptr(),
-            space.flags.data_ptr(),
-            ops._int(pairs),
-            ops._int(n),
-            ops._int(k),
-            ops._int(x.stride(0) if x.shape[0] > 1 else k),
-            ops._int(experts),
-            ops._int(tiles.group_shift(group_size)),
-            ops._int(scales.dtype == torch.bfloat16),
-        )
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            run_gemm(x, weight, scales, zeros, rows, offsets, bits, group_size, out, chosen)
+        return
+    card = launch.device(index)
+    arch, symmetric = launch.table_arch(card.arch), zeros is None
+    choice = chosen or moe_tiles.choose(arch, card.multiprocessors, pairs, experts, n, k, bits)
+    stream = ops._current_stream(index)
+    space = card.workspace(stream)
+    launch.start(
+        card,
+        moe_tiles.kernel_name(choice.tile, ops.NAMES[x.dtype], bits, not symmetric),
+        choice.grid,
+        choice.tile.threads,
+        moe_tiles.shared_bytes(choice.tile, experts, bits, not symmetric),
+        stream,
+        x.data_ptr(),
+        weight.data_ptr(),
+        scales.data_ptr(),
+        ops._pointer(zeros),
+        rows.data_ptr(),
+        offsets.data_ptr(),
+        out.data_ptr(),
+        space.sums.data_ptr(),
+        space.flags.data_ptr(),
+        ops._int(pairs),
+        ops._int(n),
+        ops._int(k),
+        ops._int(x.stride(0) if x.shape[0] > 1 else k),
+        ops._int(experts),
+        ops._int(tiles.group_shift(group_size)),
+        ops._int(scales.dtype == torch.bfloat16),
+    )
 
 
 def gather(x: "Tensor", rows: "Tensor", offsets: "Tensor", perm: "Tensor", width: int) -> "Tensor":

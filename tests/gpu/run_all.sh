@@ -26,6 +26,7 @@ for part in "$@"; do
         fi ;;
     bench)
         "$PYTHON" benchmarks/gemm.py
-        "$PYTHON" benchmarks/gemm.py --variants ;;
+        "$PYTHON" benchmarks/gemm.py --variants
+        "$PYTHON" benchmarks/moe.py --dense ;;
     esac
 done
