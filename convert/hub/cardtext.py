@@ -50,6 +50,9 @@ pip install w4pack
 w4pack inspect ORG/NAME                    # what is in it, without a download
 w4pack convert ORG/NAME OUT --to gptq      # a portable checkpoint, for stock engines
 w4pack unpack ORG/NAME OUT                 # the checkpoint it was made from
+
+pip install 'w4pack[gpu]'
+w4pack generate ORG/NAME "PROMPT"          # runs it, in transformers
 ```"""
 
 _LEGACY = """\

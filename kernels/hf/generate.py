@@ -5,6 +5,7 @@ Imports nothing heavy when loaded, so that a missing extra is said in words.
 
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -85,7 +86,11 @@ def _open(given: Given) -> Speaker:
         raise UsageError("the tokenizer has no chat template", where=str(folder), hint="leave out --system")
     device = given["device"] or _default_device(given)
     start = time.perf_counter()
-    model = load(folder, device)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        model = load(folder, device)
+    for warning in told:
+        _note(given, f"warning: {warning.message}")
     return Speaker(model, tokenizer, given, time.perf_counter() - start)
 
 
@@ -142,7 +147,7 @@ def _default_device(given: Given) -> str:
 
 
 def _note(given: Given, text: str) -> None:
-    if not given["quiet"]:
+    if not given["quiet"] and not given["as_json"]:
         say(text)
 
 
