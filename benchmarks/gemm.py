@@ -8,17 +8,14 @@ interleaved, median; random codes, the dense weight dequantized from them; error
 
 import argparse
 import json
-import math
 import os
-import statistics
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from w4pack.kernels import launch, ops, reference, tiles
+from w4pack.kernels.bench.timing import Candidate, Launcher, race, rotation, warm_up
 
 SHAPES = (
     "57344x8192",
@@ -31,77 +28,13 @@ SHAPES = (
     "4096x4096",
 )
 MS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
-ROTATED = 400 << 20  # bytes of weights a rotation covers: several times the L2
-WARM_UP_SECONDS = 0.3
 READ_RATE = 4.60e6  # bytes a microsecond, measured on an H200
 MATRIX_RATE = 775e6  # operations a microsecond, the best sustained fp16 rate of cuBLAS there
 
-Launcher = Callable[[int], None]
 
-
-class Candidate:
-    """One column: ``run(i)`` launches on rotation set i."""
-
-    def __init__(self, name: str, run: Launcher, sets: int) -> None:
-        self.name, self.run, self.sets = name, run, sets
-        self.times: list[float] = []
-        self.graph = torch.cuda.CUDAGraph()
-        self.launches = 0
-
-    def capture(self, wanted_us: float) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for i in range(min(3, self.sets)):
-                self.run(i)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for i in range(3):
-                self.run(i % self.sets)
-            end.record()
-            end.synchronize()
-        each = max(1.0, begin.elapsed_time(end) * 1e3 / 3)
-        rounds = max(1, math.ceil(min(96.0, wanted_us / each) / self.sets))
-        self.launches = rounds * self.sets if self.sets * each < 6e3 else max(1, int(wanted_us / each))
-        with torch.cuda.graph(self.graph, stream=side):
-            for i in range(self.launches):
-                self.run(i % self.sets)
-
-    def sample(self, replays: int = 2) -> None:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.graph.replay()  # keeps the card busy while the timed ones are queued
-        begin.record()
-        for _ in range(replays):
-            self.graph.replay()
-        end.record()
-        end.synchronize()
-        self.times.append(begin.elapsed_time(end) * 1e3 / (replays * self.launches))
-
-
-def warm_up(layer: "Layer") -> None:
-    """Bring clocks and caches to where a long run has them: a layer's first point would pay for the pause."""
-    x = torch.randn(16, layer.k, device="cuda", dtype=torch.float16)
-    out = torch.empty(16, layer.n, device="cuda", dtype=torch.float16)
-    begin = time.monotonic()
-    while time.monotonic() - begin < WARM_UP_SECONDS:
-        for i in range(100):
-            ours(layer, x, out, None)(i % len(layer.packed))
-        torch.cuda.synchronize()
-
-
-def race(candidates: list[Candidate], repeats: int, wanted_us: float = 1500.0) -> dict[str, float]:
-    """Return the median microseconds of each candidate, repeats interleaved."""
-    live = []
-    for c in candidates:
-        try:
-            c.capture(wanted_us)
-            live.append(c)
-        except Exception as error:  # a candidate that cannot run is reported, the others go on
-            print(f"  ! {c.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    for _ in range(repeats):
-        for c in live:
-            c.sample()
-    return {c.name: statistics.median(c.times) for c in live}
+def skip(candidate: Candidate, error: Exception) -> None:
+    """Report a candidate that cannot run; the others go on."""
+    print(f"  ! {candidate.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
 
 
 class Layer:
@@ -134,11 +67,6 @@ class Layer:
         )
         at = torch.arange(128, device="cuda") * 64 + self.columns % 64
         return whole[:, at]
-
-
-def rotation(size: int) -> int:
-    """Return how many copies cover the rotation."""
-    return max(1, min(64, math.ceil(ROTATED / size)))
 
 
 def ours(layer: Layer, x: torch.Tensor, out: torch.Tensor, chosen: tiles.Launch | None) -> Launcher:
@@ -219,7 +147,7 @@ def point(
         columns.append(
             Candidate("cublas", lambda i: torch.mm(x, layer.dense[i].t(), out=y), len(layer.dense))
         )
-    times = race(columns, repeats)
+    times = race(columns, repeats, on_error=skip)
     byte = (layer.bytes + 2 * m * (layer.k + layer.n)) / READ_RATE
     operation = 2 * m * layer.n * layer.k / MATRIX_RATE
     errors = {
@@ -312,7 +240,7 @@ def variants(repeats: int) -> None:
             for name, kind in kinds.items():
                 found.append(variant(n, k, m, *kind))
                 found[-1].name = name
-            times = race(found, repeats)
+            times = race(found, repeats, on_error=skip)
             base = times["fp16 g128"]
             print(f"{n}x{k} M={m:<5} fp16 g128 {base:8.2f} us", end="")
             print(
@@ -345,7 +273,10 @@ def main() -> None:
     for shape in options.shapes.split(","):
         n, k = map(int, shape.split("x"))
         layer = Layer(n, k, dense=not options.no_cublas)
-        warm_up(layer)
+        x = torch.randn(16, k, device="cuda", dtype=torch.float16)
+        warm_up(
+            ours(layer, x, torch.empty(16, n, device="cuda", dtype=torch.float16), None), len(layer.packed)
+        )
         for m in map(int, options.m.split(",")):
             chosen = candidates_for(options.tune, m, n, k, card.multiprocessors)
             rows.append(point(layer, m, [None, *chosen], options.repeats, options.humming))

@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("w4pack.convert.hub",),
     ("w4pack.convert",),  # its own files: the Python API
     ("w4pack.kernels.hf",),  # artifacts in transformers: loading and generation
+    ("w4pack.kernels.bench",),  # timing one's own shapes
     ("w4pack.cli",),
     ("w4pack.__main__",),
 )
@@ -44,6 +45,7 @@ OUTSIDE: dict[str, set[str]] = {
     "w4pack.convert.jobs": {"numpy"},
     "w4pack.kernels": {"numpy", "torch"},
     "w4pack.kernels.hf": {"torch", "transformers"},
+    "w4pack.kernels.bench": {"torch"},
     "w4pack.cli": {"click"},
 }
 
