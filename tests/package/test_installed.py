@@ -1,5 +1,6 @@
 """The wheel in a fresh environment, outside the checkout, without torch: what a user of the converter has."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -61,3 +62,23 @@ def test_the_installed_command_converts_and_proves(
     command(w4pack, "convert", "demo", "out", "--to", "marlin", "-q", cwd=tmp_path)
     command(w4pack, "verify", "out", "--against", "demo", cwd=tmp_path)
     assert (tmp_path / "out" / "w4pack.json").is_file()
+
+
+def test_the_installed_command_generates_on_a_cpu(
+    installed: Path, command: "Command", demo: Path, tmp_path: Path
+) -> None:
+    """torch and transformers come from this interpreter: added behind the environment's own packages."""
+    torch = pytest.importorskip("torch", reason="needs torch")
+    pytest.importorskip("transformers", reason="needs transformers")
+    site = next((installed.parent / "lib").glob("python*/site-packages"))
+    (site / "runtime.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    shutil.copytree(demo, tmp_path / "demo")
+    try:
+        command(installed / "w4pack", "convert", "demo", "out", "-q", cwd=tmp_path)
+        given = ("generate", "out", "She was", "--max-new-tokens", "4", "--device", "cpu", "--json")
+        found = json.loads(command(installed / "w4pack", *given, cwd=tmp_path))
+        where = command(installed / "python", "-c", "import w4pack; print(w4pack.__file__)", cwd=tmp_path)
+    finally:
+        (site / "runtime.pth").unlink()
+    assert str(site) in where
+    assert (found["device"], found["new_tokens"] > 0) == ("cpu", True)
