@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from w4pack.kernels import tiles
+from w4pack.kernels import moe_tiles, tiles
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
@@ -69,6 +69,9 @@ def jobs(arch: str, extra: Iterable[tiles.Tile] = ()) -> Iterator[Job]:
                 yield _dequantize(arch, dtype, bits, zeros)
                 for tile in dict.fromkeys((*tiles.all_tiles(_table(arch), bits), *extra)):
                     yield _gemm(arch, tile, dtype, bits, zeros)
+                for tile in dict.fromkeys((*moe_tiles.all_tiles(_table(arch), bits), *extra)):
+                    if not tile.producer:
+                        yield _moe(arch, tile, dtype, bits, zeros)
 
 
 def _table(arch: str) -> str:
@@ -82,16 +85,25 @@ def _dequantize(arch: str, dtype: str, bits: int, zeros: bool) -> Job:
 
 
 def _gemm(arch: str, tile: tiles.Tile, dtype: str, bits: int, zeros: bool) -> Job:
+    entry = tiles.kernel_name(tile, dtype, bits, zeros)
+    return Job(tiles.ENGINES[tile.engine], entry, arch, _of_tile(entry, tile, dtype, bits, zeros))
+
+
+def _moe(arch: str, tile: tiles.Tile, dtype: str, bits: int, zeros: bool) -> Job:
+    entry = moe_tiles.kernel_name(tile, dtype, bits, zeros)
+    defines = (*_of_tile(entry, tile, dtype, bits, zeros), f"ENGINE={tile.engine.upper()}")
+    return Job("moe.cu", entry, arch, defines)
+
+
+def _of_tile(entry: str, tile: tiles.Tile, dtype: str, bits: int, zeros: bool) -> tuple[str, ...]:
     shape = (tile.tokens, tile.warps, tile.slots, tile.words, tile.unit, tile.stages)
     config = ",".join(map(str, (dtype.upper(), bits, int(zeros), *shape)))
-    entry = tiles.kernel_name(tile, dtype, bits, zeros)
-    defines = (
+    return (
         f"ENTRY={entry}",
         f"CONFIG={config}",
         f"BLOCKS={tile.blocks}",
         f"SHARED={tile.shared_bytes(bits, zeros)}",
     )
-    return Job(f"w4a16_{'sm90a' if tile.engine == 'wgmma' else 'sm80'}.cu", entry, arch, defines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +256,17 @@ def write_manifest(rows: list[dict[str, object]], out: Path = CUBINS) -> None:
     (out / "manifest.json").write_text(json.dumps({"nvrtc": version, "files": rows}, indent=1) + "\n")
 
 
+def prune(
+    rows: list[dict[str, object]], wanted: Sequence[Job], out: Path = CUBINS
+) -> list[dict[str, object]]:
+    """Delete what earlier builds left for the same architectures and no table chooses; return the other rows."""
+    paths = {job.path for job in wanted}
+    stale = {f.name for arch in {job.arch for job in wanted} for f in out.glob(f"{arch}-*")} - paths
+    for name in stale:
+        (out / name).unlink()
+    return [row for row in rows if row["path"] not in stale]
+
+
 def read_tiles(path: str | None) -> list[tiles.Tile]:
     """Return the candidate tiles of a JSON list of rows, as in the tables."""
     return (
@@ -271,6 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     rows, failures = build(wanted, options.jobs)
+    if not options.only:
+        rows = prune(rows, wanted)
     write_manifest(rows)
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)

@@ -8,6 +8,8 @@ from w4pack.kernels import tiles
 if TYPE_CHECKING:
     from torch import Tensor
 
+VECTOR, PAIR = 16, 4  # bytes the kernels read and write at once
+
 
 def _require(holds: bool, what: str, where: str, expected: object, found: object) -> None:
     if not holds:
@@ -62,6 +64,7 @@ def weight(
         if tensor is not None:
             _require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
             same_device(name, tensor, "weight", packed)
+            starts(tensor, name, VECTOR)
     return k, n
 
 
@@ -77,6 +80,18 @@ def activations(x: "Tensor", k: int, packed: "Tensor") -> None:
     _require(x.shape[1] == k, "x has another number of columns than the weight has rows", "x", k, x.shape[1])
     same_device("x", x, "weight", packed)
     rows(x, "x", 8)
+    starts(x, "x", VECTOR)
+
+
+def starts(tensor: "Tensor", name: str, unit: int) -> None:
+    """Check that a tensor on a card starts at a multiple of ``unit`` bytes, as the kernels read it.
+
+    Raises:
+        UsageError: it is a view that starts elsewhere.
+    """
+    if tensor.is_cuda:
+        offset = tensor.data_ptr() % unit
+        _require(offset == 0, f"{name} starts at an odd address", name, f"a multiple of {unit} bytes", offset)
 
 
 def rows(x: "Tensor", name: str, unit: int) -> None:
@@ -106,6 +121,7 @@ def output(y: "Tensor", x: "Tensor", n: int) -> None:
     _shape(y, "out", (x.shape[0], n))
     same_device("out", y, "x", x)
     rows(y, "out", 2)
+    starts(y, "out", PAIR)
 
 
 def bias(tensor: "Tensor | None", x: "Tensor", n: int) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4pack.convert.errors import UsageError
-from w4pack.kernels import checks, launch, reference, tiles
+from w4pack.kernels import checks, gather_launch, launch, reference, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,6 +145,7 @@ def run_gemm(
     tile = choice.tile
     stream = _current_stream(index)
     space = card.workspace(stream)
+    row = x.stride(0) if m > 1 else k
     launch.start(
         card,
         _entry(tile, x.dtype, bits, zeros is not None),
@@ -152,7 +153,7 @@ def run_gemm(
         tile.threads,
         tile.shared_bytes(bits, zeros is not None),
         stream,
-        x.data_ptr(),
+        launch.box_map(card, x.data_ptr(), m, k, row, tile.tokens) if tile.producer else x.data_ptr(),
         weight.data_ptr(),
         scales.data_ptr(),
         _pointer(zeros),
@@ -163,7 +164,7 @@ def run_gemm(
         _int(m),
         _int(n),
         _int(k),
-        _int(x.stride(0) if m > 1 else k),
+        _int(row),
         _int(out.stride(0) if m > 1 else n),
         _int(tiles.group_shift(group_size)),
         _int(scales.dtype == torch.bfloat16),
@@ -184,22 +185,9 @@ def _entry(tile: tiles.Tile, dtype: torch.dtype, bits: int, zeros: bool) -> str:
 def _gather_cuda(x: "Tensor", perm: "Tensor", width: int) -> "Tensor":
     _check_gather(x, perm, width)
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
-    index, rows = x.get_device(), x.shape[0]
+    index = x.get_device()
     with torch.cuda.device(index):
-        if rows:
-            grid = (-(-width // 2048), min(rows, 4096))
-            arguments = (x.data_ptr(), perm.data_ptr(), out.data_ptr(), _int(rows), _int(perm.numel()))
-            launch.start(
-                launch.device(index),
-                "gather",
-                grid,
-                256,
-                0,
-                _current_stream(index),
-                *arguments,
-                _int(x.stride(0)),
-                _int(width),
-            )
+        gather_launch.run(launch.device(index), _current_stream(index), x, perm, out)
     return out
 
 

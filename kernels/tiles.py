@@ -12,6 +12,11 @@ from functools import cache
 from pathlib import Path
 
 CHUNK_N = 64
+ENGINES = {  # how a tile is computed: its source below csrc
+    "mma": "w4a16_sm80.cu",  # mma.sync with cp.async: any card
+    "wgmma": "w4a16_sm90a.cu",  # warpgroup products with cp.async: sm_90a
+    "tma": "w4a16_tma.cu",  # warpgroup products with a producer warp: sm_90a
+}
 EVEN_SHARE = 0.8  # of the card's blocks, for a grid that cuts all tiles alike
 ARCHES = ("sm_80", "sm_90a", "sm_100", "sm_120")
 PTX_ARCH = "compute_80"
@@ -28,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 class Tile:
     """One shape of the kernel; the fields are the template's parameters, ``blocks`` is per multiprocessor."""
 
-    engine: str  # "mma": any card; "wgmma": sm_90a
+    engine: str  # one of ENGINES
     tokens: int
     warps: int
     slots: int
@@ -39,8 +44,13 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
-        return self.warps * self.slots * 32
+        """Threads of a block; producers are one more warpgroup."""
+        return self.warps * self.slots * 32 + (128 if self.producer else 0)
+
+    @property
+    def producer(self) -> bool:
+        """Whether a warp of its own brings the operands, the activations by tensor map."""
+        return self.engine == "tma"
 
     @property
     def columns(self) -> int:
@@ -64,7 +74,15 @@ class Tile:
     def shared_bytes(self, bits: int, zeros: bool) -> int:
         """Bytes of dynamic shared memory of a block."""
         ring = self.slots * self.stages * self.stage_bytes(bits, zeros)
-        return ring + (self.slots - 1) * self.partial_bytes
+        return ring + (self.slots - 1) * self.partial_bytes + self._producer_bytes
+
+    @property
+    def _producer_bytes(self) -> int:
+        """Bytes of barriers, and of the rows by way of which results leave."""
+        if not self.producer:
+            return 0
+        rows = self.warps * 256 * self.words if self.slots == 1 and self.words > 1 else 0
+        return 512 + rows
 
     @property
     def fits_workspace(self) -> bool:
@@ -103,7 +121,8 @@ def table(arch: str) -> dict[str, object]:
     return data
 
 
-def _tile(fields: list[object]) -> Tile:
+def tile_of(fields: list[object]) -> Tile:
+    """Return the tile of a table's entry: engine, then the numbers."""
     engine, *numbers = fields
     return Tile(str(engine), *(int(str(n)) for n in numbers))
 
@@ -126,7 +145,7 @@ class Row:
 @cache
 def _classes(arch: str, bits: int) -> tuple[Row, ...]:
     rows = table(arch)["classes"][str(bits)]  # type: ignore[index]
-    return tuple(Row(int(m), int(chunks), _tile(fields)) for m, chunks, fields in rows)
+    return tuple(Row(int(m), int(chunks), tile_of(fields)) for m, chunks, fields in rows)
 
 
 @cache
@@ -135,7 +154,9 @@ def _exceptions(arch: str, bits: int) -> dict[tuple[int, int], tuple[Row, ...]]:
     out = {}
     for key, rows in shapes.items():
         n, k = key.split("x")
-        out[int(n), int(k)] = tuple(Row(int(m), 0, _tile(fields), int(splits)) for m, fields, splits in rows)
+        out[int(n), int(k)] = tuple(
+            Row(int(m), 0, tile_of(fields), int(splits)) for m, fields, splits in rows
+        )
     return out
 
 

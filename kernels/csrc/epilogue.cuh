@@ -17,6 +17,14 @@ template <class T, class F> DEVICE void each_pair(Sums<T> &sums, const F &f) {
         f(2 * j + half, tile, sums[j][tile][2 * half], sums[j][tile][2 * half + 1]);
 }
 
+// A barrier among the threads that multiply: a producer's warps are elsewhere.
+template <class T> DEVICE void multiplying_threads_meet() {
+  if constexpr (T::PRODUCER)
+    ptx::barrier(15, T::THREADS);
+  else
+    __syncthreads();
+}
+
 template <class T> struct Epilogue {
   const Problem &p;
   const u32 shared_sums;  // SUM_BYTES, after the ring
@@ -34,11 +42,13 @@ template <class T> struct Epilogue {
     const int source = of_slot > owner(pair) ? of_slot - 1 : of_slot;
     return shared_sums + ((((source * T::WARPS + warp) * T::PAIRS + pair) * T::TOKEN_TILES + tile) * 32 + lane) * 8;
   }
-  DEVICE float2 *partial_at(u32 block, int pair, int tile) const {
-    const u64 at = static_cast<u64>(block) * T::PARTIAL_FLOATS / 2 +
-                   ((warp * T::PAIRS + pair) * T::TOKEN_TILES + tile) * 32 + lane;
-    return reinterpret_cast<float2 *>(p.partials) + at;
+  // This lane's sums in a block's partial tile: pair by pair, token tile by token tile, each lane's next to its
+  // neighbour's. One pointer and constant offsets from it, or the addresses would take the registers of the loads.
+  DEVICE u8 *partials_of(u32 block) const {
+    const u32 lane_at = (warp * T::PAIRS * T::TOKEN_TILES * 32 + lane) * 8;
+    return reinterpret_cast<u8 *>(p.partials) + static_cast<u64>(ptx::opaque(block)) * (T::PARTIAL_FLOATS * 4) + lane_at;
   }
+  DEVICE static constexpr int partial_at(int pair, int tile) { return (pair * T::TOKEN_TILES + tile) * 256; }
 
   // Adds the slots' sums; afterwards each pair's owner has its total.
   DEVICE void over_slots(Sums<T> &sums) const {
@@ -46,7 +56,7 @@ template <class T> struct Epilogue {
     each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
       if (!owns(pair)) ptx::store_shared_8(shared_at(slot, pair, tile), make_float2(a, b));
     });
-    __syncthreads();
+    multiplying_threads_meet<T>();
     each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
       if (owns(pair)) {
 #pragma unroll
@@ -58,15 +68,16 @@ template <class T> struct Epilogue {
         }
       }
     });
-    __syncthreads();
+    multiplying_threads_meet<T>();
   }
 
   DEVICE void hand_over(Sums<T> &sums, u32 block) const {
+    u8 *const to = partials_of(block);
     each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
-      if (owns(pair)) __stcg(partial_at(block, pair, tile), make_float2(a, b));
+      if (owns(pair)) __stcg(reinterpret_cast<float2 *>(to + partial_at(pair, tile)), make_float2(a, b));
     });
     __threadfence();
-    __syncthreads();
+    multiplying_threads_meet<T>();
     if (threadIdx.x == 0) ptx::store_release(p.flags + block, 1);
   }
 
@@ -77,35 +88,80 @@ template <class T> struct Epilogue {
       }
       p.flags[block] = 0;
     }
-    __syncthreads();
+    multiplying_threads_meet<T>();
 #pragma unroll 1
-    for (u32 block = from; block < to; block++) {
-      each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
-        if (owns(pair)) {
-          const float2 v = __ldcg(partial_at(block, pair, tile));
-          a += v.x, b += v.y;
-        }
-      });
-    }
+    for (u32 block = from; block < to; block++) add_partial(sums, block);
   }
 
-  DEVICE void store(Sums<T> &sums, int tile_index) const {
-    const int token_blocks = Grid<T>::token_blocks(p);
-    const int token0 = tile_index % token_blocks * T::TOKENS;
-    const int column0 = tile_index / token_blocks * T::TILE_N + warp * T::WARP_N;
+  DEVICE void add_partial(Sums<T> &sums, u32 block) const {
+    const u8 *const from = partials_of(block);
+    each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
+      if (owns(pair)) {
+        const float2 v = __ldcg(reinterpret_cast<const float2 *>(from + partial_at(pair, tile)));
+        a += v.x, b += v.y;
+      }
+    });
+  }
+
+  DEVICE void store(Sums<T> &sums, const Segment &segment) const {
+    const Place place = Grid<T>::place(p, segment);
+    const int column0 = place.column_tile * T::TILE_N + warp * T::WARP_N;
     if (column0 >= p.n) return;  // the same for the whole warp
+    if constexpr (T::STAGED_ROWS) {
+      const bool aligned = p.ldy % 8 == 0 && reinterpret_cast<u64>(p.y) % 16 == 0;
+      if (aligned) return store_rows(sums, place.token0, Grid<T>::token_end(p, segment), column0);
+    }
     each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
       if (owns(pair)) {
         const int column = column0 + 8 * pair;
         const float bias = p.bias == nullptr ? 0.0f : bias_at(column + lane / 4);
         const u32 transposed = ptx::transpose_matrix(Number<T::ACT>::pack(a + bias, b + bias));
-        const int token = token0 + tile * 8 + lane / 4;
-        if (token < p.m) {
+        const int token = place.token0 + tile * 8 + lane / 4;
+        if (token < Grid<T>::token_end(p, segment)) {
           const u64 at = (static_cast<u64>(token) * p.ldy + column + 2 * (lane % 4)) * 2;
           *reinterpret_cast<u32 *>(p.y + at) = transposed;
         }
       }
     });
+  }
+
+  // Eight tokens at a time through shared memory, from where each lane takes 16 bytes of a token's row. The pieces of a
+  // row are XOR-ed with the row so that neither way meets a bank twice.
+  DEVICE void store_rows(Sums<T> &sums, int token0, int token_end, int column0) const {
+    constexpr int PIECES = 2 * T::WORDS, ROW_BYTES = 16 * PIECES, ROWS_AT_ONCE = 32 / PIECES;
+    const u32 rows = shared_sums - T::RING_BYTES + T::ROWS_AT + warp * T::WARP_ROWS_BYTES;
+    const int row = lane / PIECES, piece = lane % PIECES;
+    const u32 matrix_row = rows + lane % 8 * ROW_BYTES;
+    u8 *to = p.y + (static_cast<u64>(token0 + row) * p.ldy + column0 + 8 * piece) * 2;
+    int left = token_end - token0 - row;  // tokens from this lane's on; one pointer that moves, or there are too many
+    const u32 step = p.ldy * 2 * ROWS_AT_ONCE;
+#pragma unroll
+    for (int tile = 0; tile < T::TOKEN_TILES; tile++) {
+#pragma unroll
+      for (int word = 0; word < T::WORDS; word += 2) {
+        u32 v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float *sum = &sums[word + i / 2][tile][i % 2 * 2];
+          const float bias = p.bias == nullptr ? 0.0f : bias_at(column0 + 8 * (2 * word + i) + lane / 4);
+          v[i] = Number<T::ACT>::pack(sum[0] + bias, sum[1] + bias);
+        }
+        ptx::store_matrix_x4_transposed(matrix_row + swizzled(lane % 8, 2 * word + lane / 8) * 16, v);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int part = 0; part < 8; part += ROWS_AT_ONCE) {
+        if (left > 0) {
+          const u32 at = rows + (part + row) * ROW_BYTES + swizzled(part + row, piece) * 16;
+          *reinterpret_cast<uint4 *>(to) = ptx::load_shared_16(at);
+        }
+        to += ptx::opaque(step), left -= ROWS_AT_ONCE;
+      }
+      __syncwarp();
+    }
+  }
+  DEVICE static int swizzled(int row, int piece) {
+    return T::WORDS == 4 ? piece ^ row : piece ^ (row / 2 & 3);
   }
 
   DEVICE float bias_at(int column) const {
@@ -125,5 +181,5 @@ template <class T> DEVICE void finish_segment(const Problem &p, Sums<T> &sums, c
   u32 last = blockIdx.x + 1;
   while (last < gridDim.x && Grid<T>::begin(p, last) < tile_end) last++;
   if (last > blockIdx.x + 1) epilogue.collect(sums, blockIdx.x + 1, last);
-  epilogue.store(sums, segment.tile);
+  epilogue.store(sums, segment);
 }

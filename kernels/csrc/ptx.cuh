@@ -96,8 +96,54 @@ DEVICE float2 load_shared_float2(u32 address) {
   return v;
 }
 
+// Four 8x8 matrices to shared memory, transposed: lane L gives the address of row L % 8 of matrix L / 8 (sm_90).
+DEVICE void store_matrix_x4_transposed(u32 address, const u32 (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]),
+               "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
 // Makes shared memory written by ordinary stores and cp.async visible to the wgmma unit.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Gives registers back or takes them: all four warps of a warpgroup, a multiple of 8 a thread (sm_90a).
+template <int COUNT> DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+// Barriers in shared memory (sm_90). `init` says how many arrivals end a phase; phases count 0, 1, 0, ...
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives, and lets the phase end only when the copy engine has brought `bytes` too.
+DEVICE void barrier_arrive_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void barrier_wait(u32 barrier, u32 phase) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier), "r"(phase)
+      : "memory");
+}
+
+// Asks the copy engine for a run of bytes (a multiple of 16, both ends aligned to 16); the barrier counts them.
+DEVICE void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// The same for the box of a tensor map at (column, row); rows past its end arrive as zeros and count.
+DEVICE void copy_box(u32 to, const void *map, int column, int row, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier)
+               : "memory");
+}
+DEVICE void prefetch_map(const void *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Reads a flag so that whatever was written before its release can be read after.
 DEVICE u32 load_acquire(const u32 *flag) {

@@ -10,12 +10,23 @@
 struct Segment {
   int tile;        // index over token blocks and column tiles
   int begin, end;  // units of K
+  int expert;      // whose tile it is: 0 where there is one weight
+};
+
+// Where a tile lies: its column tile and its first token.
+struct Place {
+  int column_tile, token0;
 };
 
 // The shape as the scheduler sees it. Cheap to work out again, so nothing of it stays in a register.
 template <class T> struct Grid {
   DEVICE static int token_blocks(const Problem &p) { return (p.m + T::TOKENS - 1) / T::TOKENS; }
   DEVICE static int units(const Problem &p) { return p.k / T::UNIT_K; }
+  DEVICE static Place place(const Problem &p, const Segment &s) {
+    return {s.tile / token_blocks(p), s.tile % token_blocks(p) * T::TOKENS};
+  }
+  // Where the tokens of the tile's weight end: inside the tile or past it.
+  DEVICE static int token_end(const Problem &p, const Segment &) { return p.m; }
   DEVICE static u32 total(const Problem &p) {
     const u32 column_tiles = (p.n + T::TILE_N - 1) / T::TILE_N;
     return column_tiles * token_blocks(p) * units(p);
@@ -38,6 +49,7 @@ template <class T> struct Run {
     s.tile = static_cast<int>(next / units);
     s.begin = static_cast<int>(next % units);
     s.end = static_cast<int>(min(units, s.begin + (end - next)));
+    s.expert = 0;
     next += static_cast<u32>(s.end - s.begin);
     return s;
   }

@@ -14,6 +14,10 @@ constexpr int CHUNK_N = 64;        // columns of one run of the packed row
 constexpr int X_ROW_BYTES = 128;   // one token's activations of 64 rows of K
 constexpr int SMALLEST_GROUP_SHIFT = 5;  // groups of 32
 
+// How a product is made and its operands are brought: mma.sync with cp.async; sm_90a's warpgroup product with cp.async
+// by the same warps; the warpgroup product with a warp of its own that asks the copy engine.
+constexpr int MMA = 0, WGMMA = 1, TMA = 2;
+
 template <int ACT_,         // FP16 or BF16: activations and output
           int BITS_,        // 4 or 8
           int ZEROS_,       // 1: zero points are read, 0: the zero is 2^(BITS-1)
@@ -23,35 +27,42 @@ template <int ACT_,         // FP16 or BF16: activations and output
           int WORDS_,       // 4, 2 or 1
           int UNIT_K_,      // rows of K in a unit: 64, or 128 where K is a multiple of it
           int STAGES_,      // units in flight per slot, the one in use included
-          int WGMMA_>       // 1: sm_90a's warpgroup product, 0: mma.sync
+          int ENGINE_>      // MMA, WGMMA or TMA
 struct Tile {
   static constexpr int ACT = ACT_, BITS = BITS_, TOKENS = TOKENS_, WARPS = WARPS_, SLOTS = SLOTS_;
   static constexpr int WORDS = WORDS_, UNIT_K = UNIT_K_, STAGES = STAGES_;
   static constexpr int UNIT_TILES = UNIT_K / 16, HALVES = UNIT_K / 64, CHECKS = UNIT_K / 32;
-  static constexpr bool ZEROS = ZEROS_ != 0, WGMMA = WGMMA_ != 0;
+  static constexpr bool ZEROS = ZEROS_ != 0, WARPGROUP = ENGINE_ != MMA, PRODUCER = ENGINE_ == TMA;
 
   static constexpr int TOKEN_TILES = TOKENS / 8;
-  static constexpr int SLOT_THREADS = WARPS * 32, THREADS = SLOT_THREADS * SLOTS;
+  static constexpr int SLOT_THREADS = WARPS * 32, THREADS = SLOT_THREADS * SLOTS;  // that multiply
+  static constexpr int BLOCK_THREADS = THREADS + (PRODUCER ? 128 : 0);  // a warpgroup of producers: a warp a slot
   static constexpr int WARP_N = 16 * WORDS, TILE_N = WARP_N * WARPS, CHUNKS = TILE_N / CHUNK_N;
   static constexpr int VECTORS = BITS / 4;                  // 16-byte vectors of a lane in a 16 x 64 tile
   static constexpr int CHUNK_BYTES = 512 * VECTORS;         // one 16 x 64 tile
   static constexpr int PAIRS = 2 * WORDS;                   // (word, half) pairs: accumulator pairs of a token tile
 
   // Few tokens: the group's sum is multiplied by its scale. Many: each weight is, which needs no second sum.
-  static constexpr bool SCALE_SUMS = TOKENS <= 16 && !WGMMA;
+  static constexpr bool SCALE_SUMS = TOKENS <= 16 && !WARPGROUP;
 
-  // wgmma goes on reading a stage's activations during the next unit: such a stage is refilled one unit later.
-  static constexpr int AHEAD = STAGES - 1 - (WGMMA ? 1 : 0);
+  // Units asked for before the first is used. wgmma goes on reading a stage's activations during the next unit: such
+  // a stage is refilled one unit later. A producer waits for each stage by itself.
+  static constexpr int AHEAD = PRODUCER ? STAGES : STAGES - 1 - (WARPGROUP ? 1 : 0);
 
   static constexpr int X_BYTES = TOKENS * X_ROW_BYTES * HALVES;
   static constexpr int W_BYTES = CHUNKS * UNIT_TILES * CHUNK_BYTES;
   static constexpr int SCALE_ROW_BYTES = CHUNKS * 128, ZERO_ROW_BYTES = CHUNKS * 8 * BITS;
   static constexpr int W_AT = X_BYTES, SCALES_AT = W_AT + W_BYTES, ZEROS_AT = SCALES_AT + CHECKS * SCALE_ROW_BYTES;
   static constexpr int STAGE_BYTES = (ZEROS_AT + (ZEROS ? CHECKS * ZERO_ROW_BYTES : 0) + 1023) / 1024 * 1024;
+  static constexpr int PARTIAL_FLOATS = TILE_N * TOKENS;    // of one block, in the workspace
   static constexpr int RING_BYTES = SLOTS * STAGES * STAGE_BYTES;
   static constexpr int SUM_BYTES = (SLOTS - 1) * TILE_N * TOKENS * 4;
-  static constexpr int SHARED_BYTES = RING_BYTES + SUM_BYTES;
-  static constexpr int PARTIAL_FLOATS = TILE_N * TOKENS;    // of one block, in the workspace
+  static constexpr int BARRIERS_AT = RING_BYTES + SUM_BYTES;  // a producer's: a pair for each stage
+  static constexpr int BARRIER_BYTES = PRODUCER ? 512 : 0;
+  static constexpr bool STAGED_ROWS = PRODUCER && SLOTS == 1 && WORDS > 1;  // results leave by way of shared memory
+  static constexpr int ROWS_AT = BARRIERS_AT + BARRIER_BYTES, WARP_ROWS_BYTES = 8 * 2 * WARP_N;
+  static constexpr int SHARED_BYTES = ROWS_AT + (STAGED_ROWS ? WARPS * WARP_ROWS_BYTES : 0);
+  static_assert(!PRODUCER || 16 * STAGES * SLOTS <= BARRIER_BYTES, "the barriers have room");
 
   static_assert(ACT == FP16 || ACT == BF16, "activations are fp16 or bf16");
   static_assert(BITS == 4 || BITS == 8, "codes are 4 or 8 bits wide");
@@ -61,7 +72,7 @@ struct Tile {
   static_assert(PAIRS >= SLOTS, "the slots share out the accumulator pairs");
   static_assert(UNIT_K == 64 || UNIT_K == 128, "a unit is 64 or 128 rows");
   static_assert(AHEAD >= 1, "one unit in use, one on its way");
-  static_assert(!WGMMA || WARPS % 4 == 0, "wgmma is issued by four warps");
+  static_assert(!WARPGROUP || WARPS % 4 == 0, "wgmma is issued by four warps");
 };
 
 // The arguments of every W4A16 kernel, in the order of the launch.

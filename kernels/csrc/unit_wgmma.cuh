@@ -27,7 +27,11 @@ template <class T> struct WgmmaUnit {
     scales_as_pairs<T>(scale, s, p.scales_bf16);
   }
 
+  // `previous_is_free` is called once nothing reads the stage of the unit before any more.
   DEVICE void operator()(Sums<T> &sums, u32 stage) const {
+    (*this)(sums, stage, [] {});
+  }
+  template <class F> DEVICE void operator()(Sums<T> &sums, u32 stage, const F &previous_is_free) const {
     u32 scale[T::WORDS][2];
     Zero<T::ACT, T::BITS> z[T::WORDS][2];
     columns(scale, z, stage, 0);
@@ -38,6 +42,7 @@ template <class T> struct WgmmaUnit {
       u32 w[T::WORDS * T::VECTORS];
       lane.words(w, stage, row);
       wgmma::wait<1>();  // the products that read this register set are done
+      if (row == 1) previous_is_free();
 #pragma unroll
       for (int j = 0; j < T::WORDS; j++) operand<T>(a[row % 2][j], w + j * T::VECTORS, z[j], scale[j]);
       wgmma::fence();

@@ -6,6 +6,40 @@
 #include "epilogue.cuh"
 #include "pipeline.cuh"
 
+// A block's units, the first of which are on their way.
+template <class T, class UNIT>
+DEVICE void multiply(const Problem &p, const UNIT &product, Feed<T> &feed, int slot, u32 base, u32 ring) {
+  constexpr u32 RING = T::STAGES * T::STAGE_BYTES;
+  u32 stage = ring, free_stage = ring + T::AHEAD * T::STAGE_BYTES;
+  Run<T> run(p);
+  while (run.more()) {
+    const Segment segment = run.take(p);
+    Sums<T> sums;
+    each_pair<T>(sums, [](int, int, float &a, float &b) { a = b = 0.0f; });
+    for (int unit = segment.begin + slot; unit < segment.end; unit += T::SLOTS) {
+      ptx::copy_async_wait<T::AHEAD - 1>();
+      if constexpr (T::WARPGROUP) ptx::fence_async_proxy();
+      if constexpr (T::WARPS == 1)
+        __syncwarp();
+      else if constexpr (T::SLOTS == 1)
+        __syncthreads();
+      else
+        ptx::barrier(1 + slot, T::SLOT_THREADS);
+      if (feed.valid()) {
+        feed.loader.weights(free_stage, feed.unit);
+        feed.loader.activations(free_stage);
+      }
+      ptx::copy_async_commit();
+      feed.advance();
+      product(sums, stage);
+      free_stage = free_stage + T::STAGE_BYTES == ring + RING ? ring : free_stage + T::STAGE_BYTES;
+      stage = stage + T::STAGE_BYTES == ring + RING ? ring : stage + T::STAGE_BYTES;
+    }
+    product.finish(sums);
+    finish_segment<T>(p, sums, segment, base + T::RING_BYTES);
+  }
+}
+
 template <class T, class UNIT> DEVICE void w4a16(const Problem &p) {
   extern __shared__ __align__(1024) u8 shared[];
   const int slot = threadIdx.x / T::SLOT_THREADS, in_slot = threadIdx.x % T::SLOT_THREADS;
@@ -32,34 +66,5 @@ template <class T, class UNIT> DEVICE void w4a16(const Problem &p) {
     ptx::copy_async_commit();
     feed.advance();
   }
-
-  constexpr u32 RING = T::STAGES * T::STAGE_BYTES;
-  u32 stage = ring, free_stage = ring + T::AHEAD * T::STAGE_BYTES;
-  Run<T> run(p);
-  while (run.more()) {
-    const Segment segment = run.take(p);
-    Sums<T> sums;
-    each_pair<T>(sums, [](int, int, float &a, float &b) { a = b = 0.0f; });
-    for (int unit = segment.begin + slot; unit < segment.end; unit += T::SLOTS) {
-      ptx::copy_async_wait<T::AHEAD - 1>();
-      if constexpr (T::WGMMA) ptx::fence_async_proxy();
-      if constexpr (T::WARPS == 1)
-        __syncwarp();
-      else if constexpr (T::SLOTS == 1)
-        __syncthreads();
-      else
-        ptx::barrier(1 + slot, T::SLOT_THREADS);
-      if (feed.valid()) {
-        feed.loader.weights(free_stage, feed.unit);
-        feed.loader.activations(free_stage);
-      }
-      ptx::copy_async_commit();
-      feed.advance();
-      product(sums, stage);
-      free_stage = free_stage + T::STAGE_BYTES == ring + RING ? ring : free_stage + T::STAGE_BYTES;
-      stage = stage + T::STAGE_BYTES == ring + RING ? ring : stage + T::STAGE_BYTES;
-    }
-    product.finish(sums);
-    finish_segment<T>(p, sums, segment, base + T::RING_BYTES);
-  }
+  multiply<T>(p, product, feed, slot, base, ring);
 }

@@ -27,7 +27,7 @@
 #define BLOCKS 2
 #endif
 
-using T = Tile<CONFIG, 0>;
+using T = Tile<CONFIG, MMA>;
 #ifdef SHARED
 static_assert(T::SHARED_BYTES == SHARED, "kernels/tiles.py and tile.cuh agree on the bytes of shared memory");
 #endif

@@ -22,7 +22,7 @@
 #define BLOCKS 1
 #endif
 
-using T = Tile<CONFIG, 1>;
+using T = Tile<CONFIG, WGMMA>;
 #ifdef SHARED
 static_assert(T::SHARED_BYTES == SHARED, "kernels/tiles.py and tile.cuh agree on the bytes of shared memory");
 #endif

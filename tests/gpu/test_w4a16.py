@@ -230,3 +230,29 @@ def test_numpy_is_the_oracle_of_the_lane_arithmetic() -> None:
             torch.eye(64, dtype=torch.float16, device="cuda"), weight, scales, None, None, 4, -1, dense
         )
         assert torch.equal(_run(case).double(), dense), (k, n)
+
+
+@pytest.mark.parametrize("m", [5, 40, 130])
+@pytest.mark.parametrize("offset", [2, 6, 64])
+def test_rows_that_start_at_any_pair(m: int, offset: int) -> None:
+    """Results leave in 16-byte pieces where rows allow it, in pairs where they do not."""
+    from w4pack.kernels import ops
+
+    case = cases.make(m, 512, 320, bias=True, seed=m)
+    buffer = torch.full((m, 320 + 74), float("nan"), dtype=case.x.dtype, device="cuda")
+    out = buffer[:, offset : offset + 320]
+    ops.run_gemm(*case.arguments, out, 512, 320)  # type: ignore[arg-type]
+    assert cases.error(out, case.exact) < cases.BOUND[case.x.dtype]
+    out.fill_(float("nan"))
+    assert torch.isnan(buffer).all(), "wrote outside the output"
+
+
+def test_activations_at_an_odd_address_are_refused() -> None:
+    from w4pack.convert.errors import UsageError
+    from w4pack.kernels import ops
+
+    case = cases.make(3, 512, 320, seed=1)
+    flat = torch.zeros(3 * 512 + 4, dtype=case.x.dtype, device="cuda")
+    _, weight, scales, zeros, bias, bits, group = case.arguments
+    with pytest.raises(UsageError, match="odd address"):
+        ops.gemm(flat[4:].view(3, 512), weight, scales, zeros, bias, bits, group)

@@ -34,7 +34,7 @@ def test_names_are_unique_and_wgmma_stays_on_its_architecture() -> None:
         paths = [job.path for job in build.jobs(arch)]
         assert len(set(paths)) == len(paths)
         if arch != "sm_90a":
-            assert not any("wgmma" in path for path in paths)
+            assert not any("wgmma" in path or "tma" in path for path in paths)
 
 
 def test_the_log_says_registers_spills_and_serialized_products() -> None:
@@ -74,3 +74,13 @@ def test_a_hot_kernel_compiles_without_spills(arch: str, entry: str) -> None:
     job = next(job for job in build.jobs(arch) if entry in job.entry)
     found = build.compile_job(job)
     assert found.spills == 0 and not found.serialized and found.registers > 0 and len(found.code) > 10_000
+
+
+def test_a_whole_build_leaves_nothing_stale(tmp_path: Path) -> None:
+    wanted = [job for job in build.jobs("sm_80") if job.entry.startswith("repack")]
+    for name in (wanted[0].path, "sm_80-w4a16_old.cubin", "sm_90a-w4a16_other.cubin"):
+        (tmp_path / name).write_bytes(b"code")
+    rows: list[dict[str, object]] = [{"path": wanted[0].path}, {"path": "sm_80-w4a16_old.cubin"}]
+    assert build.prune(rows, wanted, tmp_path) == [{"path": wanted[0].path}]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {wanted[0].path, "sm_90a-w4a16_other.cubin"}  # of other architectures nothing is known

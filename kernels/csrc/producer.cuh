@@ -1,0 +1,139 @@
+// The ring of stages of one slot where a warp of its own fills it (sm_90a).
+//
+// A stage has two barriers: `full` ends its phase when the stage's bytes have arrived, `empty` when every warp of the
+// slot has read them. One lane asks for each run of bytes: the copy engine does the rest, so the warps that multiply
+// spend nothing on addresses. Weights, scales and zeros can be asked for before the previous kernel has finished;
+// activations cannot. They come by tensor map, in boxes of 64 rows of K by TOKENS with the 128-byte swizzle of wgmma.
+#pragma once
+#include "scheduler.cuh"
+
+struct alignas(64) TensorMap {
+  u8 bytes[128];
+};
+
+template <class T> struct Ring {
+  const u32 stages, barriers;  // of this slot
+  int at = 0;
+  u32 phase = 0;
+
+  DEVICE Ring(u32 base, int slot)
+      : stages(base + slot * T::STAGES * T::STAGE_BYTES), barriers(base + T::BARRIERS_AT + slot * T::STAGES * 16) {}
+  DEVICE u32 stage() const { return stages + at * T::STAGE_BYTES; }
+  DEVICE u32 full() const { return barriers + at * 16; }
+  DEVICE u32 empty() const { return barriers + at * 16 + 8; }
+  DEVICE void advance() {
+    if (++at == T::STAGES) at = 0, phase ^= 1;
+  }
+  DEVICE void init() const {
+    for (int i = 0; i < T::STAGES; i++) {
+      ptx::barrier_init(barriers + i * 16, 1);
+      ptx::barrier_init(barriers + i * 16 + 8, T::WARPS);
+    }
+  }
+};
+
+// The units of one slot in the order it uses them: every SLOTS-th of each segment.
+template <class T> struct Cursor {
+  const Problem &p;
+  Run<T> run;
+  int tile, unit, end;
+  const int slot;
+
+  DEVICE Cursor(const Problem &problem, int slot_) : p(problem), run(problem), tile(0), unit(0), end(0), slot(slot_) {
+    seek();
+  }
+  DEVICE bool valid() const { return unit < end; }
+  DEVICE void advance() {
+    unit += T::SLOTS;
+    if (unit >= end) seek();
+  }
+  DEVICE void seek() {
+    while (unit >= end && run.more()) {
+      const Segment segment = run.take(p);
+      tile = segment.tile, unit = segment.begin + slot, end = segment.end;
+    }
+  }
+};
+
+// The warp that fills a ring. Each lane asks for one run of bytes of a unit: a row of tiles of the weight, a group's row
+// of scales or of zeros. What depends on the tile is worked out when the tile changes, because the warp competes for
+// issue slots with those that multiply: a unit costs it one address and the copies.
+template <class T> struct Producer {
+  static constexpr int SCALES_LANE = T::UNIT_TILES, ZEROS_LANE = SCALES_LANE + T::CHECKS;
+  static_assert(ZEROS_LANE + T::CHECKS <= 32, "a lane for every run of bytes");
+
+  const Problem &p;
+  const TensorMap &map;
+  const int lane, groups;  // groups of a unit: at least one
+  const bool weight, asks;
+  const u8 *from = nullptr;      // this lane's run in row 0 of its matrix
+  u32 to, bytes = 0, pitch;      // where in a stage; how many; from row to row
+  u32 expected = 0;              // bytes of a whole unit
+  int token0 = 0, tile = -1;
+
+  DEVICE Producer(const Problem &problem, const TensorMap &map_, int lane_)
+      : p(problem), map(map_), lane(lane_), groups(max(1, T::UNIT_K >> problem.group_shift)),
+        weight(lane_ < SCALES_LANE),
+        asks(weight || lane_ - SCALES_LANE < groups || (T::ZEROS && lane_ >= ZEROS_LANE && lane_ - ZEROS_LANE < groups)) {
+    to = weight ? T::W_AT + lane * T::CHUNKS * T::CHUNK_BYTES
+                : lane < ZEROS_LANE ? T::SCALES_AT + (lane - SCALES_LANE) * T::SCALE_ROW_BYTES
+                                    : T::ZEROS_AT + (lane - ZEROS_LANE) * T::ZERO_ROW_BYTES;
+    pitch = p.n / CHUNK_N * chunk_bytes();
+  }
+  DEVICE u32 chunk_bytes() const { return weight ? T::CHUNK_BYTES : lane < ZEROS_LANE ? 128 : 8 * T::BITS; }
+
+  // The last tile may reach past N: what lies there is not brought, and what is made of the bytes found instead is
+  // not stored.
+  DEVICE void seek(int to_tile) {
+    if (to_tile == tile) return;
+    tile = to_tile;
+    const int token_blocks = Grid<T>::token_blocks(p), chunk0 = tile / token_blocks * T::CHUNKS;
+    const u32 valid = min(T::CHUNKS, p.n / CHUNK_N - chunk0);
+    token0 = tile % token_blocks * T::TOKENS;
+    from = (weight ? p.weight : lane < ZEROS_LANE ? p.scales : p.zeros) + static_cast<u64>(chunk0) * chunk_bytes();
+    bytes = valid * chunk_bytes();
+    expected = valid * (T::UNIT_TILES * T::CHUNK_BYTES + groups * (128 + (T::ZEROS ? 8 * T::BITS : 0))) + T::X_BYTES;
+  }
+
+  // Says how many bytes will come and asks for all but the activations.
+  DEVICE void weights(u32 stage, u32 full, int unit) const {
+    if (lane == 0) ptx::barrier_arrive_expect(full, expected);
+    __syncwarp();
+    const int group0 = (unit * T::UNIT_K) >> p.group_shift;
+    const int row = weight ? unit * T::UNIT_TILES + lane : group0 + (lane < ZEROS_LANE ? lane - SCALES_LANE : lane - ZEROS_LANE);
+    if (asks) ptx::copy_bulk(stage + to, from + static_cast<u64>(row) * pitch, bytes, full);
+  }
+
+  DEVICE void activations(u32 stage, u32 full, int unit) const {
+    if (lane < T::HALVES)
+      ptx::copy_box(stage + lane * T::TOKENS * X_ROW_BYTES, &map, unit * T::UNIT_K + lane * 64, token0, full);
+  }
+
+  // Brings every unit of the slot.
+  DEVICE void run(Ring<T> ring, int slot) {
+    Cursor<T> cursor(p, slot);
+    {
+      Cursor<T> first = cursor;
+      for (int i = 0; i < T::STAGES && first.valid(); i++) {
+        seek(first.tile);
+        weights(ring.stages + i * T::STAGE_BYTES, ring.barriers + i * 16, first.unit);
+        first.advance();
+      }
+    }
+    ptx::wait_for_previous_kernel();
+    for (int i = 0; i < T::STAGES && cursor.valid(); i++) {
+      seek(cursor.tile);
+      activations(ring.stage(), ring.full(), cursor.unit);
+      ring.advance();
+      cursor.advance();
+    }
+    while (cursor.valid()) {
+      seek(cursor.tile);
+      ptx::barrier_wait(ring.empty(), ring.phase ^ 1);
+      weights(ring.stage(), ring.full(), cursor.unit);
+      activations(ring.stage(), ring.full(), cursor.unit);
+      ring.advance();
+      cursor.advance();
+    }
+  }
+};

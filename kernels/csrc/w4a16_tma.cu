@@ -1,0 +1,84 @@
+// W4A16 with wgmma and a producer warp for each slot, on the same bytes as w4a16_sm80.cu.
+//
+//   y (M, N) 16 bit = x (M, K) 16 bit  *  (q - z) * s, q (K, N) 4 or 8 bit in tiles of 16 x 64
+//
+// As w4a16_sm90a.cu, but the warps that multiply copy nothing and meet at no barrier: each warpgroup waits for a stage
+// to be full and goes on, so that one unpacks while the other's products run. With two warpgroups, two words a lane
+// and 128 tokens the loop alone keeps the tensor cores busy at every clock; below 128 tokens unpacking is the limit.
+//
+// Requires what w4a16_sm80.cu requires, and a tensor map of x with boxes of 64 x TOKENS and 128-byte swizzle; sm_90a.
+// Tested by tests/gpu/test_w4a16.py.
+#include "producer.cuh"
+#include "unit_wgmma.cuh"
+
+#ifndef ENTRY
+#define ENTRY w4a16_example
+#define CONFIG FP16, 4, 0, 128, 8, 1, 2, 64, 5
+#define BLOCKS 1
+#endif
+
+using T = Tile<CONFIG, TMA>;
+#ifdef SHARED
+static_assert(T::SHARED_BYTES == SHARED, "kernels/tiles.py and tile.cuh agree on the bytes of shared memory");
+#endif
+
+// A block's registers are shared out anew: what the producers can spare goes to those that multiply. The sum may not
+// pass what the block was given at its start, or the warps that ask for more wait for ever.
+constexpr int WARPGROUPS = T::THREADS / 128;
+constexpr int GIVEN = 65536 / (BLOCKS * T::BLOCK_THREADS) / 8 * 8;
+constexpr int PRODUCER_REGISTERS = 40;
+constexpr int SPARED = ((WARPGROUPS + 1) * GIVEN - PRODUCER_REGISTERS) / WARPGROUPS / 8 * 8;
+constexpr int MULTIPLIER_REGISTERS = SPARED < 240 ? SPARED : 240;
+
+extern __shared__ __align__(1024) u8 shared[];
+
+DEVICE void multiply(const Problem &p, int slot) {
+  const int warp = threadIdx.x % T::SLOT_THREADS / 32, lane = threadIdx.x % 32;
+  const WgmmaUnit<T> product(p, warp, lane);
+  Ring<T> ring(ptx::shared_address(shared), slot);
+  u32 in_use = 0;  // the barrier of the stage that products may still read
+  const auto release = [&] {
+    if (in_use != 0 && lane == 0) ptx::barrier_arrive(in_use);
+    in_use = 0;
+  };
+  Run<T> run(p);
+  while (run.more()) {
+    const Segment segment = run.take(p);
+    Sums<T> sums;
+    each_pair<T>(sums, [](int, int, float &a, float &b) { a = b = 0.0f; });
+    for (int unit = segment.begin + slot; unit < segment.end; unit += T::SLOTS) {
+      ptx::barrier_wait(ring.full(), ring.phase);
+      product(sums, ring.stage(), release);
+      in_use = ring.empty();
+      ring.advance();
+    }
+    product.finish(sums);
+    release();
+    finish_segment<T>(p, sums, segment, ptx::shared_address(shared) + T::RING_BYTES);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(T::BLOCK_THREADS, BLOCKS)
+    ENTRY(const __grid_constant__ TensorMap x, const u8 *weight, const u8 *scales, const u8 *zeros, const u8 *bias, u8 *y,
+          float *partials, u32 *flags, int m, int n, int k, int ldx, int ldy, int group_shift, int scales_bf16) {
+  const Problem p{nullptr, weight, scales, zeros, bias, y, partials, flags, m, n, k, ldx, ldy, group_shift,
+                  scales_bf16 != 0};
+  const int warp = threadIdx.x / 32;
+  const bool producer = warp >= T::SLOTS * T::WARPS;
+  const int slot = producer ? warp - T::SLOTS * T::WARPS : warp / T::WARPS;
+  if (producer && slot < T::SLOTS && threadIdx.x % 32 == 0) {
+    ptx::prefetch_map(&x);
+    Ring<T>(ptx::shared_address(shared), slot).init();
+    ptx::barrier_init_fence();
+  }
+  __syncthreads();
+  ptx::launch_dependents();
+  if (producer) {
+    ptx::fewer_registers<PRODUCER_REGISTERS>();
+    if (slot < T::SLOTS)
+      Producer<T>(p, x, static_cast<int>(threadIdx.x % 32)).run(Ring<T>(ptx::shared_address(shared), slot), slot);
+  } else {
+    ptx::more_registers<MULTIPLIER_REGISTERS>();
+    multiply(p, slot);
+  }
+}
