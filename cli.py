@@ -377,6 +377,47 @@ def generate(**given: Any) -> None:
         run_generate(given)
 
 
+@root.command(short_help="Time the kernels on this machine's card.")
+@click.argument("path", required=False)
+@click.option(
+    "--shape",
+    multiple=True,
+    metavar="NxK",
+    help="Outputs x inputs of a layer, in place of an artifact's. Repeatable.",
+)
+@click.option(
+    "--m",
+    type=IntList(),
+    default="1,4,16,64,256,1024,4096",
+    show_default=True,
+    help="Rows of activations: tokens in flight.",
+)
+@click.option("--bits", type=click.Choice(["4", "8"]), help="Width of a code, with --shape: 4 by default.")
+@click.option(
+    "--group-size",
+    type=click.Choice(["-1", "32", "64", "128"]),
+    help="Inputs that share a scale, with --shape: 128 by default; -1: all.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float16", "bfloat16", "float32"]),
+    help="dtype of activations, float16 or bfloat16; without it the model's, or float16.",
+)
+@output_options
+def bench(**given: Any) -> None:
+    """Time every distinct layer of the artifact PATH, fused as it is loaded, or a SHAPE: share of the floor,
+    time, speed-up over the 16-bit product of torch in the same run. A wrong result is an error.
+
+    \b
+    w4pack bench ./llama-marlin
+    w4pack bench --shape 28672x4096 --shape 4096x14336 --m 1,16,64
+    """
+    with _errors(given):
+        from w4pack.kernels.bench.command import run_bench
+
+        run_bench(given)
+
+
 @contextlib.contextmanager
 def _errors(given: dict[str, Any]) -> Iterator[None]:
     """Print errors in the form asked for, and leave with their exit code."""

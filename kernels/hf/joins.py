@@ -5,7 +5,7 @@ them at once. Layers that differ in any of these stay apart, and compute the sam
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,8 +74,13 @@ def find(skeleton: Skeleton) -> Joins:
     rows = [row for layer in stacks for stack in layer.stacks for row in stack.rows]
     inside = {name for row in rows for name in row}
     loose = [name for name in skeleton.paths if name not in inside]
-    fusions = (_fusion(group, skeleton.artifact) for group in fused_sets(loose) if group.kind != "experts")
-    return Joins(tuple(found for found in fusions if found is not None), stacks)
+    return Joins(fusions(loose, skeleton.artifact), stacks)
+
+
+def fusions(modules: Iterable[str], artifact: Artifact) -> tuple[Fusion, ...]:
+    """Return the sets among ``modules`` that lie side by side: q/k/v and gate/up that are alike."""
+    found = (_fusion(group, artifact) for group in fused_sets(modules) if group.kind != "experts")
+    return tuple(fusion for fusion in found if fusion is not None)
 
 
 def _fusion(group: FusedSet, artifact: Artifact) -> Fusion | None:

@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Runner
 
-VERBS = ("convert", "inspect", "check", "verify", "unpack", "push", "generate")
+VERBS = ("convert", "inspect", "check", "verify", "unpack", "push", "generate", "bench")
 
 
 def commands() -> dict[str, click.Command]:
