@@ -133,6 +133,13 @@ def test_an_input_that_was_written_to_is_computed_again() -> None:
     assert torch.equal(parts[1](x), alone[1](x))
 
 
+def test_an_output_that_was_written_to_is_computed_again() -> None:
+    alone, parts = _fused(FUSED["qkv"])
+    x = torch.randn(2, 256).half()
+    parts[0](x).zero_()
+    assert torch.equal(parts[0](x), alone[0](x)) and torch.equal(parts[1](x), alone[1](x))
+
+
 def test_the_parts_show_the_tensors_of_the_file_and_hold_them_once() -> None:
     alone, parts = _fused(FUSED["bias, zeros"])
     model, plain = torch.nn.ModuleList(parts), torch.nn.ModuleList(alone)

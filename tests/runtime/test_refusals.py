@@ -20,7 +20,7 @@ from w4pack.convert import convert  # noqa: E402
 from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError  # noqa: E402
 from w4pack.kernels.hf import quantizer  # noqa: E402
 
-DENSE, EXPERTS = "autoawq-gemm-w4g32-qwen2", "gptqmodel-w4g32-sym-desc-mixtral"
+DENSE, EXPERTS = "gptqmodel-w4g32-asym-desc-qwen2", "gptqmodel-w4g32-sym-desc-mixtral"
 Q = "model.layers.0.self_attn.q_proj"
 W1 = "model.layers.0.block_sparse_moe.experts.1.w1"
 Tensors = dict[str, torch.Tensor]
@@ -217,14 +217,11 @@ def test_a_card_that_is_too_old_is_refused_before_anything_is_read(
 def test_an_order_that_is_none_is_an_error(
     name: str, values: tuple[int, int], made: dict[str, Path], tmp_path: Path
 ) -> None:
-    order = {DENSE: "gptqmodel-w4g32-asym-desc-qwen2", EXPERTS: EXPERTS}[name]
-    convert(models.source(order, tmp_path), tmp_path / "out")
-
     def edit(tensors: Tensors) -> None:
         perm = next(t for n, t in tensors.items() if n.endswith("act_perm"))
         perm[0], perm[1] = values
 
-    for error in both(edited(tmp_path / "out", tmp_path / "edited", edit)):
+    for error in both(edited(made[name], tmp_path / "edited", edit)):
         assert (type(error), error.code) == (SourceError, "act-perm")
         assert "act_perm" in str(error.where)
 
