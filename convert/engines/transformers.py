@@ -223,7 +223,8 @@ RULES = (
     ),
     Rule(
         "transformers.artifact", "refuses", "quant_method", "the artifact needs w4pack's runtime",
-        "convert --to gptq, awq or compressed-tensors", whole=_artifact,
+        "w4pack.register() before from_pretrained; or convert --to gptq, awq or compressed-tensors",
+        whole=_artifact,
     ),
     Rule(
         "transformers.stray-file", "wrong", "files", "model.safetensors is taken instead of the index",
