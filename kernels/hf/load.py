@@ -52,7 +52,7 @@ def load(
     target = _device(device)
     artifact = open_artifact(path)
     model, compute = _empty_model(artifact, dtype)
-    frame = skeleton.build(model, artifact, compute)
+    frame = skeleton.build(model, artifact, compute, expert_layers=False)
     found = joins.find(frame)
     wanted = _targets(frame, found)
     tensors = transfer.load_tensors(

@@ -28,19 +28,21 @@ class Names:
         conversions = get_model_conversion_mapping(model)
         self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         self._converters = [c for c in conversions if isinstance(c, WeightConverter)]
-        self._packed = {self.module(name) for name in packed}
+        self._modules = {n: self._renamed(f"{n}.weight", ()).removesuffix(".weight") for n in packed}
+        self._packed = set(self._modules.values())
 
     def module(self, name: str) -> str:
         """Return the model's name of a packed module."""
-        return self._renamed(f"{name}.weight", ()).removesuffix(".weight")
+        return self._modules[name]
 
     def tensor(self, name: str) -> tuple[str, str | None]:
         """Return the model's name of any tensor; for one that is merged with others, the merged tensor's name
         and the pattern that says so.
         """
+        module, _, leaf = name.rpartition(".")
+        if module in self._modules:
+            return f"{self._modules[module]}.{leaf}", None
         plain = self._renamed(name, ())
-        if plain.rpartition(".")[0] in self._packed:
-            return plain, None
         found: tuple[str, str | None] = rename_source_key(
             name, self._renamings, self._converters, self._prefix, self._state
         )

@@ -46,25 +46,34 @@ class Skeleton:
         """Return the dtype of a parameter: the file's for packed tensors, for others the model's, or fp32
         where the model class asks for it.
         """
-        own = self.model.get_parameter(path).dtype
+        module, _, leaf = path.rpartition(".")
+        owner = self.model.get_submodule(module)
+        own: torch.dtype = getattr(owner, leaf).dtype
         wide = (part for name in FP32_LISTS for part in getattr(self.model, name, None) or ())
-        packed = path.rpartition(".")[0] in self.paths.values()
+        packed = isinstance(owner, PackedLinear)
         return torch.float32 if not packed and any(part in path for part in wide) else own
 
     def wants(self, tensor: str) -> bool:
         """Tell whether the model has a place for a tensor of the file; the others it leaves aside."""
         module, _, leaf = self.names.tensor(tensor)[0].rpartition(".")
-        found = _module_at(self.model, module)
-        return found is not None and (leaf in found._parameters or leaf in found._buffers)
+        try:
+            found = self.model.get_submodule(module)
+        except AttributeError:
+            return False
+        return leaf in found._parameters or leaf in found._buffers
 
 
-def build(model: PreTrainedModel, artifact: Artifact, dtype: torch.dtype) -> Skeleton:
+def build(
+    model: PreTrainedModel, artifact: Artifact, dtype: torch.dtype, *, expert_layers: bool = True
+) -> Skeleton:
     """Replace the packed layers of a model on ``meta`` in place, and compare all names and shapes.
 
     Args:
         model: as transformers makes it.
         artifact: opened.
         dtype: of activations, fp16 or bf16.
+        expert_layers: make a layer for each linear of each expert. There may be 20,000, which takes seconds;
+            who fills the stacks at once does without.
 
     Raises:
         Refused: a packed layer that the model has no place for.
@@ -73,10 +82,10 @@ def build(model: PreTrainedModel, artifact: Artifact, dtype: torch.dtype) -> Ske
     names = Names(model, artifact.specs)
     ignored = _ignored(model)
     paths = {name: names.module(name) for name in artifact.specs if not ignored(f"{name}.weight")}
-    _replace(model, artifact, paths, dtype)
+    _replace(model, artifact, paths, dtype, expert_layers)
     for tied in [n for n in model.all_tied_weights_keys if n.removesuffix(".weight") in paths.values()]:
         del model.all_tied_weights_keys[tied]  # a packed head is its own, whatever the config says
-    compare_names(artifact, _expected(model, artifact, names), tied=model.all_tied_weights_keys)
+    compare_names(artifact, _expected(model, artifact, names, paths), tied=model.all_tied_weights_keys)
     return Skeleton(model, artifact, names, paths)
 
 
@@ -84,38 +93,39 @@ def build(model: PreTrainedModel, artifact: Artifact, dtype: torch.dtype) -> Ske
 
 
 def _replace(
-    model: PreTrainedModel, artifact: Artifact, paths: Mapping[str, str], dtype: torch.dtype
+    model: PreTrainedModel,
+    artifact: Artifact,
+    paths: Mapping[str, str],
+    dtype: torch.dtype,
+    expert_layers: bool,
 ) -> None:
-    experts: dict[str, dict[str, PackedLinear]] = {}
+    experts: dict[str, dict[str, str]] = {}  # place of the experts -> "3.w1" -> name in the file
     problems: list[W4PackError] = []
-    for name, path in paths.items():
-        spec = artifact.specs[name]
+
+    def layer(name: str) -> PackedLinear:
         scales = DTYPES[artifact.tensors[f"{name}.weight_scale"].dtype]
-        layer = PackedLinear(spec, dtype=dtype, scale_dtype=scales)
-        original = _module_at(model, path)
+        return PackedLinear(artifact.specs[name], dtype=dtype, scale_dtype=scales)
+
+    modules = dict(model.named_modules())
+    for name, path in paths.items():
+        original = modules.get(path)
         parent, _, leaf = path.rpartition(".experts.")
         if isinstance(original, nn.Linear):
-            problems += _linear_problems(name, original, spec)
-            replace(model, path, layer)
-        elif leaf and _module_at(model, f"{parent}.experts") is not None:
-            experts.setdefault(f"{parent}.experts", {})[leaf] = layer
+            problems += _linear_problems(name, original, artifact.specs[name])
+            replace(model, path, layer(name))
+        elif leaf and f"{parent}.experts" in modules:
+            experts.setdefault(f"{parent}.experts", {})[leaf] = name
         else:
             problems.append(_no_place(name, model, original))
-    for path, layers in experts.items():
+    for path, named in experts.items():
         original = model.get_submodule(path)
-        found = list(_expert_problems(path, original, layers))
+        found = list(_expert_problems(path, original, {n: artifact.specs[m] for n, m in named.items()}))
         problems += found
         if not found:
+            layers = {leaf: layer(name) for leaf, name in named.items()} if expert_layers else {}
             replace(model, path, ExpertParts(layers, original.act_fn))
     if problems:
         raise Refused.together(problems)
-
-
-def _module_at(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def replace(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -154,7 +164,7 @@ def _no_place(name: str, model: nn.Module, original: nn.Module | None) -> W4Pack
 
 
 def _expert_problems(
-    path: str, original: nn.Module, layers: Mapping[str, PackedLinear]
+    path: str, original: nn.Module, specs: Mapping[str, LinearSpec]
 ) -> Iterator[W4PackError]:
     """Yield why the fused experts of a model class cannot be replaced, or do not fit the file's."""
     reason = _unlike(original)
@@ -169,18 +179,17 @@ def _expert_problems(
         return
     count, twice_inner, hidden = original.get_parameter("gate_up_proj").shape
     leaves: dict[str, set[int]] = {}
-    for name, layer in layers.items():
+    for name, spec in specs.items():
         expert, _, leaf = name.partition(".")
         leaves.setdefault(leaf, set()).add(int(expert) if expert.isdigit() else -1)
         wanted = (twice_inner // 2, hidden) if leaf in DOWN_LEAVES else (hidden, twice_inner // 2)
-        if (layer.spec.in_features, layer.spec.out_features) != wanted or layer.spec.bias:
+        if (spec.in_features, spec.out_features) != wanted or spec.bias:
             yield SourceError(
                 "a packed expert has other sizes than the model's",
                 code="tensor-mismatch",
                 where=f"{path}.{name}",
                 expected=f"{wanted[0]} -> {wanted[1]}, no bias",
-                found=f"{layer.spec.in_features} -> {layer.spec.out_features}"
-                + (", with a bias" if layer.spec.bias else ""),
+                found=f"{spec.in_features} -> {spec.out_features}{', with a bias' if spec.bias else ''}",
             )
     if set(leaves) not in EXPERT_LEAVES or any(found != set(range(count)) for found in leaves.values()):
         packed = ", ".join(f"{len(found)} x {leaf}" for leaf, found in leaves.items())
@@ -217,15 +226,22 @@ def _unlike(experts: nn.Module) -> str | None:
 # ---- names -----------------------------------------------------------------------------------------
 
 
-def _expected(model: PreTrainedModel, artifact: Artifact, names: Names) -> dict[str, Expected]:
-    """Return what the model wants, by the names of the file."""
+def _expected(
+    model: PreTrainedModel, artifact: Artifact, names: Names, paths: Mapping[str, str]
+) -> dict[str, Expected]:
+    """Return what the model wants, by the names of the file. Packed layers were compared with their specs
+    when the artifact was opened, and with the model when they were placed.
+    """
     state, ignored = model.state_dict(), _ignored(model)
     expected: dict[str, Expected] = {}
     merged: Counter[tuple[str, int]] = Counter()
     found: set[str] = set()
     for name, info in artifact.tensors.items():
         path, pattern = names.tensor(name)
-        if path in state:
+        if name.rpartition(".")[0] in paths:
+            expected[name] = (None, info.shape)
+            found.add(path)
+        elif path in state:
             found.add(path)
             if pattern is None:
                 expected[name] = (None, tuple(state[path].shape))
