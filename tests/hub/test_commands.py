@@ -130,3 +130,17 @@ def test_a_converted_repository_is_read_and_verified_like_a_folder(
     code, _, err = command("unpack", "tester/made", "back")
     assert code == 0, err
     assert (tmp_path / "back" / "config.json").read_bytes() == (demo / "config.json").read_bytes()
+
+
+def test_generate_runs_an_artifact_from_the_hub(hub: Any, demo: Path, command: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    from w4pack.convert import convert
+
+    convert(demo, tmp_path / "artifact")
+    hub.add("ORG/packed", {p.name: p.read_bytes() for p in (tmp_path / "artifact").iterdir()})
+    given = ("She was", "--max-new-tokens", "3", "--device", "cpu")
+    code, said, err = command("generate", "ORG/packed", *given, env={"OMP_NUM_THREADS": "1"})
+    assert code == 0, err
+    assert "reading from the Hub: ORG/packed" in err
+    local = command("generate", "artifact", *given, env={"OMP_NUM_THREADS": "1"})
+    assert (local[0], local[1]) == (0, said)
