@@ -259,7 +259,7 @@ def write_manifest(rows: list[dict[str, object]], out: Path = CUBINS) -> None:
 def prune(
     rows: list[dict[str, object]], wanted: Sequence[Job], out: Path = CUBINS
 ) -> list[dict[str, object]]:
-    """Delete what earlier builds left for the same architectures and no table chooses; return the other rows."""
+    """Delete what earlier builds left for these architectures and no table chooses; return the other rows."""
     paths = {job.path for job in wanted}
     stale = {f.name for arch in {job.arch for job in wanted} for f in out.glob(f"{arch}-*")} - paths
     for name in stale:

@@ -35,10 +35,11 @@ class _Raw:
 
 @dataclass(slots=True)
 class Workspace:
-    """Sums that blocks hand over, and a flag for each block that is zero between launches."""
+    """Addresses of the sums that blocks hand over and of a flag for each block, zero between launches."""
 
-    sums: "Tensor"
-    flags: "Tensor"
+    sums: int
+    flags: int
+    memory: tuple["Tensor", ...] = ()  # what holds them, where that is torch's
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class Device:
         found = self.workspaces.get(handle)
         if found is None:
             with _lock:
-                found = self.workspaces[handle] = self.spare.pop() if self.spare else _make_workspace(self)
+                found = self.workspaces[handle] = self.spare.pop() if self.spare else _late_workspace(self)
         return found
 
 
@@ -175,12 +176,50 @@ def _make_workspace(card: Device) -> Workspace:
 
     sums, flags = tiles.workspace_bytes(card.multiprocessors)
     where = torch.device("cuda", card.index)
-    made = Workspace(
+    memory = (
         torch.empty(sums // 4, dtype=torch.float32, device=where),
         torch.zeros(flags, dtype=torch.int32, device=where),
     )
     torch.cuda.synchronize(where)  # the flags are zero before any stream can use them
-    return made
+    return Workspace(memory[0].data_ptr(), memory[1].data_ptr(), memory)
+
+
+def _late_workspace(card: Device) -> Workspace:
+    """Make a workspace while work is under way, with memory of the driver's that is kept for good.
+
+    torch may be giving out memory of a graph's pool now, which nothing outside the graph may keep, and a
+    capture may be going on, which allocating would break unless the thread says that it knows what it does.
+    """
+    from cuda.bindings import driver
+
+    sums, flags = tiles.workspace_bytes(card.multiprocessors)
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = _driver(driver.cuThreadExchangeStreamCaptureMode(relaxed), card.index)
+    try:
+        made = Workspace(
+            int(_driver(driver.cuMemAlloc(sums), card.index)),
+            int(_driver(driver.cuMemAlloc(4 * flags), card.index)),
+        )
+        aside = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = _driver(driver.cuStreamCreate(int(aside)), card.index)
+        _driver(driver.cuMemsetD32Async(made.flags, 0, flags, stream), card.index)
+        _driver(driver.cuStreamSynchronize(stream), card.index)
+        _driver(driver.cuStreamDestroy(stream), card.index)
+        return made
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+def _driver(answer: tuple[Any, ...], index: int) -> Any:
+    """Return what a call of the driver gave.
+
+    Raises:
+        UsageError: it failed; names the driver's status.
+    """
+    status, *values = answer
+    if int(status) != 0:
+        raise UsageError("the card has no room for a workspace", where=f"cuda:{index}", found=str(status))
+    return values[0] if values else None
 
 
 class _Rows:

@@ -1,0 +1,86 @@
+"""What can be known of launches without a card: a workspace made late, through a stand-in of the driver."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from w4pack.convert.errors import UsageError
+from w4pack.kernels import launch, tiles
+
+
+class Driver(types.ModuleType):
+    """Plays the driver: remembers the calls, hands out addresses, fails where it is told to."""
+
+    class CUstreamCaptureMode:
+        CU_STREAM_CAPTURE_MODE_RELAXED = 2
+
+    class CUstream_flags:  # noqa: N801
+        CU_STREAM_NON_BLOCKING = 1
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__("driver")
+        self.calls: list[tuple[Any, ...]] = []
+        self.mode, self.next, self.fails = 0, 0x1000, fails
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        return lambda *given: self._call(name, given)
+
+    def _call(self, name: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        self.calls.append((name, *given))
+        if name == self.fails:
+            return (2, None)
+        if name == "cuThreadExchangeStreamCaptureMode":
+            self.mode, before = given[0], self.mode
+            return (0, before)
+        self.next += 0x100000
+        return (0, self.next) if name in ("cuMemAlloc", "cuStreamCreate") else (0,)
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> launch.Device:
+    package = types.ModuleType("cuda.bindings")
+    package.driver = driver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", package)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+    return launch.Device(0, None, "sm_90a", 132)
+
+
+def test_a_late_workspace_is_the_drivers_and_zeroed_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    card = _install(monkeypatch, driver)
+    made = card.workspace(7)
+    assert card.workspace(7) is made and made.sums != made.flags
+    sums, flags = tiles.workspace_bytes(132)
+    assert [c[1] for c in driver.calls if c[0] == "cuMemAlloc"] == [sums, 4 * flags]
+    zeroed = next(c for c in driver.calls if c[0] == "cuMemsetD32Async")
+    assert zeroed[1:4] == (made.flags, 0, flags) and zeroed[4] != 7
+    order = [c[0] for c in driver.calls]
+    assert (
+        order.index("cuMemsetD32Async") < order.index("cuStreamSynchronize") < order.index("cuStreamDestroy")
+    )
+    assert order[0] == order[-1] == "cuThreadExchangeStreamCaptureMode"
+    assert driver.mode == 0
+
+
+def test_spares_are_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    card = _install(monkeypatch, driver)
+    card.spare = [launch.Workspace(1, 2)]
+    assert card.workspace(5).sums == 1
+    assert not driver.calls
+
+
+@pytest.mark.parametrize("fails", ["cuMemAlloc", "cuStreamCreate", "cuMemsetD32Async"])
+def test_a_failing_driver_is_an_error_and_the_mode_is_put_back(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    driver = Driver(fails)
+    card = _install(monkeypatch, driver)
+    with pytest.raises(UsageError, match="no room"):
+        card.workspace(7)
+    assert driver.mode == 0
+    assert 7 not in card.workspaces
