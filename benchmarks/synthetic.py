@@ -13,14 +13,14 @@ DTYPES = {"I32": 4, "F16": 2, "I64": 8}
 
 
 def linears(
-    layers: int, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE
+    layers: int, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE, kv: int = KV
 ) -> Iterator[tuple[str, int, int]]:
     for i in range(layers):
         p = f"model.layers.{i}"
         for name, k, n in (
             ("self_attn.q_proj", hidden, hidden),
-            ("self_attn.k_proj", hidden, KV),
-            ("self_attn.v_proj", hidden, KV),
+            ("self_attn.k_proj", hidden, kv),
+            ("self_attn.v_proj", hidden, kv),
             ("self_attn.o_proj", hidden, hidden),
             ("mlp.gate_proj", hidden, intermediate),
             ("mlp.up_proj", hidden, intermediate),

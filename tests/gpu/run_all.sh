@@ -27,6 +27,9 @@ for part in "$@"; do
     bench)
         "$PYTHON" benchmarks/gemm.py
         "$PYTHON" benchmarks/gemm.py --variants
-        "$PYTHON" benchmarks/moe.py --dense ;;
+        "$PYTHON" benchmarks/moe.py --dense
+        "$PYTHON" benchmarks/small_m.py
+        "$PYTHON" benchmarks/decode.py
+        "$PYTHON" benchmarks/start.py ;;
     esac
 done
