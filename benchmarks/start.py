@@ -10,9 +10,10 @@ Where M is large enough that the operator calls the library, the library's own f
 alone is printed too, from a process that calls nothing else.
 
 ``cold``: an 8B-sized Llama checkpoint of random weights is written once, as GPTQ, and converted. Then, each
-in a fresh process with a warm page cache (a first turn is not counted), in turns: pre-packed (``w4pack.load``) and the usual path
-(safetensors' ``load_file`` to the device, every layer repacked there by our own kernel, the same model). The
-whole is the parent's clock, from before the process starts to the first token; the parts are the child's.
+in a fresh process with a warm page cache, in turns, the first turn not counted: pre-packed (``w4pack.load``)
+and the usual path (safetensors' ``load_file`` to the device, every layer repacked there by our own kernel,
+the same model). The whole is the parent's clock, from before the process starts to the first token; the
+parts are the child's.
 Both paths must give the same token.
 """
 
