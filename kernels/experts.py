@@ -13,7 +13,11 @@ from torch.nn import functional
 
 from w4pack.kernels import moe_ops
 from w4pack.kernels.modules import PackedLinear, PackedTensors, side_by_side
-from w4pack.kernels.spec import LinearSpec
+from w4pack.kernels.spec import SUFFIXES, LinearSpec
+
+
+STACKED = SUFFIXES[:-1]  # no bias
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # x, rows, offsets -> pairs
 
 
 class StackedLinear(PackedTensors):
@@ -21,7 +25,7 @@ class StackedLinear(PackedTensors):
 
     def __init__(self, spec: LinearSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(spec)
-        for name in ("weight", "weight_scale", "weight_zero_point", "act_perm"):
+        for name in STACKED:
             self.register_parameter(name, None)
             if name in tensors:
                 self._put(name, tensors[name])
@@ -31,23 +35,42 @@ class StackedLinear(PackedTensors):
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Return (R, out_features): pair r of its expert's layer on x[rows[r]]; see ``moe_ops``."""
-        spec = self.spec
-        if self.act_perm is not None:
-            x = moe_ops.moe_gather(x, rows, offsets, self.act_perm, spec.k)
-            rows = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-        elif spec.k != spec.in_features:
-            x = functional.pad(x, (0, spec.k - spec.in_features))
-        y: torch.Tensor = moe_ops.moe_gemm(
-            x.contiguous(),
-            self.weight,
-            self.weight_scale,
-            self.weight_zero_point,
-            rows,
-            offsets,
-            spec.bits,
-            spec.group_size,
-        )
-        return y[:, : spec.out_features]
+        return product(self.spec, {name: getattr(self, name) for name in STACKED}, x, rows, offsets)
+
+
+def product(
+    spec: LinearSpec,
+    tensors: Mapping[str, torch.Tensor | None],
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+) -> torch.Tensor:
+    """Return (R, out_features): pair r of its expert's layer on x[rows[r]]; see ``moe_ops``.
+
+    Args:
+        spec: of one expert's layer.
+        tensors: ``weight``, ``weight_scale`` and what else there is, the expert as first dimension.
+        x: (T, in_features).
+        rows: int32 (R,), which row of x a pair reads.
+        offsets: int32 (experts + 1,), where each expert's pairs begin.
+    """
+    act_perm = tensors.get("act_perm")
+    if act_perm is not None:
+        x = moe_ops.moe_gather(x, rows, offsets, act_perm, spec.k)
+        rows = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    elif spec.k != spec.in_features:
+        x = functional.pad(x, (0, spec.k - spec.in_features))
+    y: torch.Tensor = moe_ops.moe_gemm(
+        x.contiguous(),
+        tensors["weight"],
+        tensors["weight_scale"],
+        tensors.get("weight_zero_point"),
+        rows,
+        offsets,
+        spec.bits,
+        spec.group_size,
+    )
+    return y[:, : spec.out_features]
 
 
 class PackedExperts(nn.Module):
@@ -82,24 +105,50 @@ class PackedExperts(nn.Module):
         The sum over a token's experts is in fp32, in the order of ``top_k_index``, rounded once: it depends
         neither on other tokens nor on the order in which pairs were computed.
         """
-        tokens, choices = top_k_index.shape
-        experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        borders = torch.arange(self.num_experts + 1, device=experts.device, dtype=experts.dtype)
-        offsets = torch.searchsorted(experts, borders, out_int32=True)
-        rows = (order // choices).to(torch.int32)
-        inner = self._gated(hidden_states, rows, offsets)
-        pairs = torch.arange(tokens * choices, dtype=torch.int32, device=rows.device)
-        y = self.down_proj(inner, pairs, offsets)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        by_token = y[places].view(tokens, choices, -1).float()
-        out: torch.Tensor = (by_token * top_k_weights.float().unsqueeze(-1)).sum(1)
-        return out.to(hidden_states.dtype)
+        return routed(
+            hidden_states, top_k_index, top_k_weights, self.num_experts, self._gated, self.down_proj
+        )
 
     def _gated(self, x: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         outputs = [getattr(self, name)(x, rows, offsets) for name in self.first]
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
         gated: torch.Tensor = self.act_fn(gate) * up
         return gated
+
+
+def routed(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    gated: Layer,
+    down: Layer,
+) -> torch.Tensor:
+    """Return (T, H): for each token the sum over its experts of weight * down(gated(x)).
+
+    Args:
+        x: tokens (T, H).
+        chosen: experts (T, k), integers; ``num_experts`` means nobody here, and adds nothing.
+        weights: (T, k).
+        num_experts: in the stacks.
+        gated: the first layers and the activation, (R, inner).
+        down: the last layer.
+
+    The sum over a token's experts is in fp32, in the order of ``chosen``, rounded once: it depends neither
+    on other tokens nor on the order in which pairs were computed.
+    """
+    tokens, choices = chosen.shape
+    experts, order = torch.sort(chosen.reshape(-1), stable=True)
+    borders = torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
+    offsets = torch.searchsorted(experts, borders, out_int32=True)
+    rows = (order // choices).to(torch.int32)
+    inner = gated(x, rows, offsets)
+    pairs = torch.arange(tokens * choices, dtype=torch.int32, device=rows.device)
+    y = down(inner, pairs, offsets)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    by_token = y[places].view(tokens, choices, -1).float()
+    out: torch.Tensor = (by_token * weights.float().unsqueeze(-1)).sum(1)
+    return out.to(x.dtype)
 
 
 class ExpertParts(nn.Module):

@@ -56,7 +56,7 @@ def alone(artifact: Artifact, module: str, cut: Cut | None = None) -> Targets:
     if cut is None or cut.size == 1:
         return {suffix: take(info) for suffix, info in infos.items()}
     start, stop = _stored_range(module, spec, cut)
-    cuts = _out_cuts(spec, start, stop) if cut.axis == "out" else _in_cuts(spec, start, stop)
+    cuts = out_cuts(spec, start, stop) if cut.axis == "out" else in_cuts(spec, start, stop)
     return {suffix: take(info, cuts.get(suffix)) for suffix, info in infos.items()}
 
 
@@ -137,7 +137,8 @@ def _stored_range(module: str, spec: LinearSpec, cut: Cut) -> Range:
     return cut.rank * share, (cut.rank + 1) * share
 
 
-def _out_cuts(spec: LinearSpec, start: int, stop: int) -> dict[str, dict[int, Range]]:
+def out_cuts(spec: LinearSpec, start: int, stop: int) -> dict[str, dict[int, Range]]:
+    """Return suffix -> dimension -> range of the stored columns from ``start`` to ``stop``, whole tiles."""
     words, zeros = spec.bits / 2, spec.bits / 32  # of one column, in a row of the tensor
     return {
         "weight": {1: (int(start * words), int(stop * words))},
@@ -147,7 +148,8 @@ def _out_cuts(spec: LinearSpec, start: int, stop: int) -> dict[str, dict[int, Ra
     }
 
 
-def _in_cuts(spec: LinearSpec, start: int, stop: int) -> dict[str, dict[int, Range]]:
+def in_cuts(spec: LinearSpec, start: int, stop: int) -> dict[str, dict[int, Range]]:
+    """Return suffix -> dimension -> range of the stored rows from ``start`` to ``stop``, whole groups."""
     cuts: dict[str, dict[int, Range]] = {"weight": {0: (start // 16, stop // 16)}}
     if spec.group_size > 0:
         groups = {0: (start // spec.group_size, stop // spec.group_size)}

@@ -49,24 +49,8 @@ class PackedTensors(nn.Module):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., out_features) of x (..., in_features), in x's dtype."""
-        spec = self.spec
-        rows = self._rows(x.reshape(-1, spec.in_features))
-        bias = self.bias
-        if bias is not None and spec.n != spec.out_features:
-            bias = functional.pad(bias, (0, spec.n - spec.out_features))
-        y: torch.Tensor = ops.gemm(
-            rows, self.weight, self.weight_scale, self.weight_zero_point, bias, spec.bits, spec.group_size
-        )
-        return y[:, : spec.out_features].reshape(*x.shape[:-1], spec.out_features)
-
-    def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring activations into the order and width of the packed rows."""
-        if self.act_perm is not None:
-            gathered: torch.Tensor = ops.gather(x, self.act_perm, self.spec.k)
-            return gathered
-        if self.spec.k != self.spec.in_features:
-            return functional.pad(x, (0, self.spec.k - self.spec.in_features))
-        return x.contiguous()
+        tensors = {name: getattr(self, name) for name in SUFFIXES[:-1]}
+        return product(self.spec, tensors, x, self.bias)
 
     def extra_repr(self) -> str:
         """Say what the layer is in a printed model."""
@@ -74,6 +58,41 @@ class PackedTensors(nn.Module):
         kind = "symmetric" if s.sym else "zero points"
         order = ", act-order" if s.act_order else ""
         return f"{s.in_features} -> {s.out_features}, {s.bits} bit, groups of {s.group_size}, {kind}{order}"
+
+
+def product(
+    spec: LinearSpec, tensors: Mapping[str, torch.Tensor | None], x: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return (..., out_features) of x (..., in_features), in x's dtype.
+
+    Args:
+        spec: of the layer.
+        tensors: its ``weight``, ``weight_scale``, and what else it has; not the bias.
+        x: activations, fp16 or bf16.
+        bias: (out_features,) or None.
+    """
+    if bias is not None and spec.n != spec.out_features:
+        bias = functional.pad(bias, (0, spec.n - spec.out_features))
+    y: torch.Tensor = ops.gemm(
+        _rows(spec, tensors.get("act_perm"), x.reshape(-1, spec.in_features)),
+        tensors["weight"],
+        tensors["weight_scale"],
+        tensors.get("weight_zero_point"),
+        bias,
+        spec.bits,
+        spec.group_size,
+    )
+    return y[:, : spec.out_features].reshape(*x.shape[:-1], spec.out_features)
+
+
+def _rows(spec: LinearSpec, act_perm: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """Bring activations into the order and width of the packed rows."""
+    if act_perm is not None:
+        gathered: torch.Tensor = ops.gather(x, act_perm, spec.k)
+        return gathered
+    if spec.k != spec.in_features:
+        return functional.pad(x, (0, spec.k - spec.in_features))
+    return x.contiguous()
 
 
 def _target(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.device:
