@@ -46,7 +46,7 @@ def test_the_floor_is_the_larger_of_bytes_and_operations() -> None:
     assert (round(seconds * 1e6, 1), bound) == (155.2, "operations")
 
 
-def test_a_point_of_the_anchor_shape_has_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_floor_counts_every_tensor_once() -> None:
     """Weight, scales, zero points, activations, output: each once."""
     spec = LinearSpec(256, 192, group_size=32, sym=False)
     weights = products.Weights(Shape(spec, "F16"), torch.float16, CPU)
@@ -83,11 +83,6 @@ def test_every_kind_of_layer_is_right_and_checked(name: str, dtype: torch.dtype,
         assert unit / 10 < found.library_error < unit * 2
 
 
-def swapped(weights: products.Weights) -> None:
-    """The launch reads another weight than the one that is checked."""
-    weights.packed = [tuple(t if t is None else t.roll(1, 1) for t in weights.packed[0])]  # type: ignore[misc]
-
-
 def _unwritten(x: Any, w: Any, s: Any, z: Any, b: Any, bits: int, group: int, out: Any) -> None:
     y = ops.gemm(x, w, s, z, b, bits, group)
     out[:, :-1] = y[:, :-1]
@@ -116,6 +111,16 @@ def test_a_wrong_product_is_an_error(
     error = caught.value
     assert (error.code, error.exit_code, error.where) == ("wrong-result", 1, "w4pack, 128x256, M 4")
     assert found in str(error.found)
+
+
+def test_an_element_that_was_not_written_is_found_beside_the_sampled_columns() -> None:
+    found = torch.ones(3, 640, dtype=torch.float16)
+    columns, exact = torch.arange(64), torch.ones(3, 64, dtype=torch.float64)
+    assert products.checked(found, columns, exact, "here") == 0
+    found[2, 639] = float("nan")
+    with pytest.raises(W4PackError) as caught:
+        products.checked(found, columns, exact, "here")
+    assert (caught.value.where, caught.value.found) == ("here", "1 elements not written")
 
 
 def test_the_librarys_product_is_checked_too() -> None:
@@ -176,6 +181,8 @@ def test_a_candidate_that_cannot_run_is_told_or_ends_the_race(monkeypatch: pytes
     assert told == ["bad"]
 
 
-@pytest.mark.parametrize(("size", "copies"), [(1 << 40, 1), (1 << 18, 1), (1 << 16, 4), (3, 1024)])
+@pytest.mark.parametrize(
+    ("size", "copies"), [(1 << 40, 1), (1 << 18, 1), (1 << 16, 4), (100_000, 3), (3, 1024)]
+)
 def test_copies_cover_the_rotation(size: int, copies: int) -> None:
     assert timing.rotation(size) == copies
