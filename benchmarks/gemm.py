@@ -128,7 +128,7 @@ def point(
     outs: dict[str, torch.Tensor] = {}
     columns = []
     for chosen in (None, *candidates) if None not in candidates else candidates:
-        name = "w4pack" if chosen is None else f"{chosen.tile.text}/{chosen.grid}/{chosen.cluster}"
+        name = "w4pack" if chosen is None else f"{chosen.tile.text}/{chosen.grid}"
         outs[name] = torch.full((m, layer.n), float("nan"), dtype=torch.float16, device="cuda")
         columns.append(Candidate(name, ours(layer, x, outs[name], chosen), len(layer.packed)))
     if peer:
@@ -177,15 +177,7 @@ def candidates_for(path: str | None, m: int, n: int, k: int, multiprocessors: in
         return []
     rows = [tiles.Tile(str(r[0]), *map(int, r[1:])) for r in json.loads(Path(path).read_text())]
     fit = [t for t in rows if t.tokens <= max(8, 2 * m) and m <= 8 * t.tokens]
-    flat = [tiles.Launch(t, g) for t in fit for g in grids(t, multiprocessors, m, n, k)]
-    return [*flat, *(c for t in fit for c in clustered(t, multiprocessors, m, n, k))]
-
-
-def clustered(tile: tiles.Tile, multiprocessors: int, m: int, n: int, k: int) -> list[tiles.Launch]:
-    """Return a tile's launches in clusters: every size whose blocks all fit, and that fills half the card."""
-    room, count = multiprocessors * tile.blocks, tiles.column_tiles(tile, m, n)
-    sizes = [s for s in tiles.CLUSTERS if room // 2 < s * count <= room and s <= k // tile.unit]
-    return [tiles.Launch(tile, s * count, s) for s in sizes if tile.clusters]
+    return [tiles.Launch(t, g) for t in fit for g in grids(t, multiprocessors, m, n, k)]
 
 
 def grids(tile: tiles.Tile, multiprocessors: int, m: int, n: int, k: int) -> list[int]:
