@@ -28,7 +28,7 @@ help: ## list the commands
 demo: .venv-demo/stamp ## convert the checkpoint of examples/ to an artifact, prove it, turn it back
 	@sh examples/demo.sh .venv-demo/bin/w4pack $(DEMO) $(OUT)
 
-test: .venv/stamp .venv-low/stamp .venv-high/stamp ## run the whole suite, also with the lowest and newest pair
+test: .venv/stamp .venv-low/stamp .venv-high/stamp kernels ## run the whole suite, also with the lowest and newest pair
 	$(PYTEST)
 
 # No crashes, no random inputs, no servers, no other environments.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
+MOST_BYTES = 60_000_000
 CODE_AND_DATA = {".py", ".json", ".cu", ".cuh", ".cubin", ".ptx"}
 
 
@@ -40,6 +41,16 @@ def test_the_tag_says_whether_cubins_are_inside(built: "Built") -> None:
     cubins = [name for name in files_of(built.wheel) if name.endswith(".cubin")]
     platform = "manylinux_2_17_x86_64" if cubins else "any"
     assert built.wheel.name.endswith(f"-py3-none-{platform}.whl")
+
+
+def test_a_wheel_with_kernels_holds_every_one_and_is_small(built: "Built") -> None:
+    from w4pack.kernels import build, tiles
+
+    if not (built.checkout / "kernels" / "cubins").is_dir():
+        pytest.skip("needs built kernels (make kernels)")
+    jobs = (job for arch in (*tiles.ARCHES, tiles.PTX_ARCH) for job in build.jobs(arch))
+    assert {f"w4pack/kernels/cubins/{job.path}" for job in jobs} <= files_of(built.wheel)
+    assert built.wheel.stat().st_size < MOST_BYTES
 
 
 def test_the_sdist_builds_the_same_wheel(built: "Built", command: "Command", tmp_path: Path) -> None:
