@@ -1,0 +1,156 @@
+"""The rotated model as a provider: each tensor is folded and rotated when it is asked for.
+
+All steps of a tensor are done in float64 and rounded once, to nearest even, to the dtype that is asked for.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from w4pack.convert.core.families import natural_key
+from w4pack.convert.errors import Refused
+from w4pack.convert.files.provider import Provider, torch_dtype
+from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
+from w4pack.convert.rotate.plan import RotationPlan
+from w4pack.convert.rotate.steps import Center, Divide, Fill, Gain, Shift, Step, Turn, row_axes
+from w4pack.convert.rotate.transform import rotate
+
+BAND = 1 << 22  # float64 elements worked on at a time where a tensor can be cut: 32 MiB
+
+
+class Rotated:
+    """A provider of the tensors of a rotated model, new ones included. See ``files.provider.Provider``.
+
+    device  where the arithmetic is done and the results lie
+    """
+
+    def __init__(self, source: Provider, plan: RotationPlan, device: str | torch.device = "cpu") -> None:
+        self.source, self.plan, self.device = source, plan, torch.device(device)
+
+    def names(self) -> Iterable[str]:
+        """See ``Provider``."""
+        return sorted({*self.source.names(), *self.plan.added}, key=natural_key)
+
+    def info(self, name: str) -> TensorInfo:
+        """See ``Provider``. Of a tensor that the source does not have: no file, no offset."""
+        start = self.plan.added.get(name)
+        if start is None:
+            return self.source.info(name)
+        info = self.source.info(start)
+        return TensorInfo(name, info.dtype, info.shape, "", 0, tensor_nbytes(info.dtype, info.shape))
+
+    def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See ``Provider``. The tensor lies on the device.
+
+        Raises Refused for a value that the dtype cannot hold, or for a norm whose gain of 0 hides a bias.
+        """
+        info = self.info(name)
+        wanted = dtype or torch_dtype(info.dtype)
+        values = self.source.get(self.plan.added.get(name, name)).to(self.device)
+        steps = self.plan.steps.get(name, ())
+        if not steps:
+            return values if values.dtype == wanted else self._round(values, wanted, name)
+        made = torch.empty(values.shape, dtype=wanted, device=self.device)
+        for part, target in self._bands(values, made, row_axes(steps)):
+            target.copy_(self._round(self._apply(part.to(torch.float64), steps, name), wanted, name))
+        return made
+
+    def _bands(
+        self, values: torch.Tensor, made: torch.Tensor, axes: set[int]
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Cut a matrix across the axis that nothing mixes, if there is one."""
+        free = {0, 1} - axes
+        if values.dim() != 2 or not free:
+            return [(values, made)]
+        axis = min(free)
+        width = max(BAND // max(values.shape[1 - axis], 1), 1)
+        return zip(torch.split(values, width, axis), torch.split(made, width, axis), strict=True)
+
+    def _apply(self, values: torch.Tensor, steps: Sequence[Step], name: str) -> torch.Tensor:
+        for step in steps:
+            values = self._one(values, step, name)
+        return values
+
+    def _one(self, values: torch.Tensor, step: Step, name: str) -> torch.Tensor:
+        match step:
+            case Gain():
+                return values * self._gain(step.norm, plus_one=step.plus_one)
+            case Center():
+                return values - values.mean(step.axis, keepdim=True)
+            case Turn():
+                return turn(values, step)
+            case Shift():
+                weight, bias = self._exact(step.weight), self._exact(step.norm_bias)
+                return values + weight @ bias
+            case Divide():
+                return self._divide(values, step, name)
+            case Fill():
+                return torch.full_like(values, step.value)
+
+    def _gain(self, norm: str, *, plus_one: bool) -> torch.Tensor:
+        return self._exact(norm) + (1.0 if plus_one else 0.0)
+
+    def _exact(self, name: str) -> torch.Tensor:
+        """Return a tensor of the source in float64."""
+        return self.source.get(name).to(self.device, torch.float64)
+
+    def _divide(self, bias: torch.Tensor, step: Divide, name: str) -> torch.Tensor:
+        gain = self._gain(step.norm, plus_one=False)
+        lost = (gain == 0) & (bias != 0)
+        if bool(lost.any()):
+            place = int(lost.nonzero()[0, 0])
+            raise Refused(
+                "a norm adds a bias where its gain is 0, which no rotated norm can",
+                code="norm-bias",
+                where=f"{name}[{place}]",
+                expected=f"a gain that is not 0 in {step.norm}",
+                found=f"gain 0, bias {float(bias[place]):g}",
+                hint="`--rotate none` leaves the weights as they are",
+            )
+        return torch.where(bias == 0, bias, bias / torch.where(gain == 0, torch.ones_like(gain), gain))
+
+    def _round(self, values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+        made = round_once(values, dtype)
+        if values.is_floating_point() and dtype.is_floating_point:
+            bad = ~torch.isfinite(made) & torch.isfinite(values)
+            if bool(bad.any()):
+                largest = float(values[torch.isfinite(values)].abs().max())
+                raise Refused(
+                    f"a weight is too large for {str(dtype).removeprefix('torch.')}",
+                    code="overflow",
+                    where=name,
+                    expected=f"at most {torch.finfo(dtype).max:g}",
+                    found=f"{largest:g}",
+                    hint="`--dtype bfloat16` holds it",
+                )
+        return made
+
+
+def turn(values: torch.Tensor, step: Turn) -> torch.Tensor:
+    """Rotate the vectors that a step names, the rest of the tensor kept. Returns a new tensor."""
+    n, made = step.rotation.n, values.clone()
+    part = made.narrow(step.axis, step.start, step.stride * step.count)
+    before, after = part.shape[: step.axis], part.shape[step.axis + 1 :]
+    if step.apart > 1:
+        vectors = part.view(*before, step.count, n, step.apart, *after)
+    else:
+        vectors = part.view(*before, step.count, step.stride, *after).narrow(step.axis + 1, step.offset, n)
+    vectors.copy_(rotate(vectors, step.rotation, step.axis + 1))
+    return made
+
+
+def round_once(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``values`` rounded once to ``dtype``, to nearest, ties to even.
+
+    From float64 torch goes to 16 bits by way of float32, which rounds twice. Here the step to float32 rounds
+    to odd (an inexact result gets its last bit set), after which the second rounding decides as one would.
+    """
+    if values.dtype != torch.float64 or dtype not in (torch.float16, torch.bfloat16):
+        return values.to(dtype)
+    single = values.to(torch.float32)
+    back = single.to(torch.float64)
+    bits = single.view(torch.int32)
+    bits = torch.where(back.abs() > values.abs(), bits - 1, bits)  # towards zero
+    bits = torch.where(back != values, bits | 1, bits)
+    odd = torch.where(torch.isfinite(single), bits, single.view(torch.int32)).view(torch.float32)
+    return odd.to(dtype)
