@@ -62,7 +62,7 @@ setup(
     packages=packages(),
     package_data={
         "w4pack": ["py.typed"],
-        "w4pack.convert": ["**/*.json"],
+        "w4pack.convert": ["**/*.json", "quantize/data/*.txt"],
         "w4pack.kernels": ["csrc/*.cu", "csrc/*.cuh", "cubins/**/*", "tiles_*.json"],
     },
     include_package_data=False,

@@ -1,0 +1,154 @@
+"""Calibration text: where it comes from, how it is cut, and a record of what was used.
+
+Rules. A ``.jsonl`` file holds one object a line with a ``text``; any other file is one text. Texts are
+tokenized one by one, whole, without special tokens; those of fewer than two tokens are left out, the others
+joined in their order. The tokens are cut into windows of ``seqlen``; run ``seed`` takes the ``samples``
+windows from number ``seed * samples`` on, round to the start. A text shorter than one window is one window.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from w4pack.convert.errors import UsageError
+
+SAMPLE = "calibration.txt"  # the beginning of Jane Austen's Emma (1815), public domain
+NAME = "built-in sample"
+GRAM = 16  # tokens that are hashed together for the sketch
+SKETCH = 256  # smallest hashes that are kept: enough to see an overlap of a few percent
+BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """Windows of tokens (W, L) int64, and what is recorded of them.
+
+    source    the file's name, or ``built-in sample``
+    wanted    windows that were asked for
+    skipped   texts left out
+    """
+
+    windows: torch.Tensor
+    source: str
+    wanted: int
+    skipped: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all windows."""
+        return self.windows.numel()
+
+    def record(self) -> dict[str, Any]:
+        """Return what the manifest says: enough to know the text again, not the text."""
+        flat = self.windows.reshape(-1).numpy()
+        return {
+            "source": self.source,
+            "windows": self.windows.shape[0],
+            "seqlen": self.windows.shape[1],
+            "tokens": self.tokens,
+            "digest": hashlib.sha256(flat.astype("<i4").tobytes()).hexdigest(),
+            "sketch": sketch(flat),
+        }
+
+
+def read_texts(path: str | None) -> tuple[list[str], str]:
+    """Return texts and a name for them. Raises UsageError for a file that gives none."""
+    if path is None:
+        return [resources.files(__package__).joinpath("data", SAMPLE).read_text(encoding="utf-8")], NAME
+    file = Path(path)
+    try:
+        raw = file.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        reason = "bytes that are no UTF-8" if isinstance(err, UnicodeDecodeError) else str(err.strerror)
+        raise UsageError(
+            "the text cannot be read", where=path, expected="a text or JSONL file in UTF-8", found=reason
+        ) from err
+    texts = list(_json_lines(raw, path)) if file.suffix == ".jsonl" else [raw]
+    if not any(text.strip() for text in texts):
+        raise UsageError("the text is empty", where=path, expected="text to calibrate or to measure with")
+    return texts, file.name
+
+
+def _json_lines(raw: str, path: str) -> Iterable[str]:
+    for number, line in enumerate(raw.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+            raise UsageError(
+                "a line is not an object with a text",
+                where=f"{path}: line {number}",
+                expected='{"text": "..."}',
+                found=line[:60],
+            )
+        yield value["text"]
+
+
+def tokens_of(texts: Iterable[str], tokenizer: Any, where: str) -> tuple[torch.Tensor, int]:
+    """Tokenize texts and join them. Returns (tokens (T,) int64, texts left out). Raises UsageError."""
+    found, skipped = [], 0
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) < 2:
+            skipped += 1
+        else:
+            found.append(torch.tensor(ids, dtype=torch.int64))
+    if not found:
+        raise UsageError(
+            "the text gives no tokens to use", where=where, expected="a text of two tokens or more"
+        )
+    return torch.cat(found), skipped
+
+
+def cut(tokens: torch.Tensor, samples: int, seqlen: int, seed: int) -> torch.Tensor:
+    """Return the windows (W, L) of run ``seed``: see the module's rules."""
+    available = tokens.numel() // seqlen
+    if available == 0:
+        return tokens.unsqueeze(0)
+    rows = tokens[: available * seqlen].view(available, seqlen)
+    count = min(samples, available)
+    first = seed * samples
+    return rows[[(first + i) % available for i in range(count)]]
+
+
+def calibrate(path: str | None, tokenizer: Any, *, samples: int, seqlen: int, seed: int) -> Calibration:
+    """Read, tokenize and cut the calibration text. Raises UsageError for one that holds nothing."""
+    texts, name = read_texts(path)
+    tokens, skipped = tokens_of(texts, tokenizer, path or name)
+    return Calibration(cut(tokens, samples, seqlen, seed), name, samples, skipped)
+
+
+def _hashes(tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a 64-bit hash of every run of ``GRAM`` tokens."""
+    values = tokens.astype(np.uint64) + np.uint64(1)
+    count = max(values.size - GRAM + 1, 0)
+    made = np.zeros(count, np.uint64)
+    with np.errstate(over="ignore"):
+        for i in range(GRAM):
+            made = (made ^ (made >> np.uint64(29))) * BASE + values[i : i + count]
+        made = (made ^ (made >> np.uint64(32))) * BASE
+    return made
+
+
+def sketch(tokens: np.ndarray[Any, Any]) -> list[str]:
+    """Return the smallest hashes of runs of tokens: texts that share passages share some of them."""
+    return [f"{int(h):016x}" for h in np.unique(_hashes(tokens))[:SKETCH]]
+
+
+def overlap(record: dict[str, Any], tokens: np.ndarray[Any, Any]) -> float:
+    """Return the share, 0 to 1, of a recorded calibration text that occurs in ``tokens``."""
+    kept = record.get("sketch")
+    if not isinstance(kept, list) or not kept:
+        return 0.0
+    here = {f"{int(h):016x}" for h in _hashes(tokens)}
+    return sum(item in here for item in kept) / len(kept)

@@ -1,0 +1,86 @@
+"""Experts as single linears: what stands in the place of a model's fused experts while it is calibrated.
+
+transformers holds all experts of a layer in two 3-D parameters and multiplies them without a module for each,
+so nothing could be seen of the tokens that an expert gets. Here every expert has its own linears, called one
+expert after another with that expert's tokens alone.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from w4pack.convert.errors import Refused
+
+PARAMETERS = {"gate_up_proj", "down_proj"}
+
+
+class Expert(nn.Module):
+    """gate, up and down of one expert."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+
+class SplitExperts(nn.ModuleList):
+    """All experts of a layer, called as the fused ones are.
+
+    seen  tokens that each expert has got, a list of E counts
+    """
+
+    def __init__(
+        self, count: int, hidden: int, inner: int, act_fn: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        super().__init__([Expert(hidden, inner) for _ in range(count)])
+        self.act_fn = act_fn
+        self.seen = [0] * count
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return (T, H): of each token (T, H), the weighted sum over its experts (T, k)."""
+        made = torch.zeros_like(hidden_states)
+        for number, expert in enumerate(self):
+            token, choice = torch.where(top_k_index == number)
+            if not token.numel():
+                continue
+            self.seen[number] += token.numel()
+            x = hidden_states[token]
+            y = expert.down_proj(self.act_fn(expert.gate_proj(x)) * expert.up_proj(x))
+            y = y * top_k_weights[token, choice, None]
+            made.index_add_(0, token, y.to(made.dtype))
+        return made
+
+
+def split_fused(model: nn.Module) -> None:
+    """Replace every fused set of experts of a model on ``meta`` by single linears.
+
+    Raises:
+        Refused: experts of a kind that is not known here.
+    """
+    for path, module in list(model.named_modules()):
+        parameters = dict(module.named_parameters(recurse=False))
+        stacked = [name for name, p in parameters.items() if p.dim() == 3]
+        if not stacked:
+            continue
+        if set(parameters) != PARAMETERS or not hasattr(module, "act_fn") or not _plain(parameters):
+            raise Refused(
+                "the experts of this model are of a kind that w4pack cannot calibrate",
+                code="experts-unknown",
+                where=path,
+                expected="`gate_up_proj` (E, 2 I, H) and `down_proj` (E, H, I), without biases",
+                found=", ".join(f"{n} {list(p.shape)}" for n, p in sorted(parameters.items())),
+            )
+        count, double, hidden = parameters["gate_up_proj"].shape
+        with torch.device("meta"):
+            made = SplitExperts(count, hidden, double // 2, module.act_fn)
+        parent, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, made)
+
+
+def _plain(parameters: dict[str, nn.Parameter]) -> bool:
+    count, double, hidden = parameters["gate_up_proj"].shape
+    return tuple(parameters["down_proj"].shape) == (count, hidden, double // 2)

@@ -1,0 +1,110 @@
+"""What calibration knows of a linear's input: H = sum of x xᵀ over tokens, in float32, and its factor.
+
+With the shift: D = sum of (x - x̂) x̂ᵀ, where x̂ is the input in the quantized model and x that in the
+source. Sums are divided once, at the end, by the number of tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+BAND = 256  # columns of H that are made at a time: H is symmetric, so the lower half is never computed
+DAMPINGS = 3  # times the damping grows tenfold before a linear is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """U, upper triangular, with inverse(H) = Uᵀ U, and the damping it took, as a share of the mean diagonal."""
+
+    upper: torch.Tensor
+    damping: float
+
+
+class Statistics:
+    """Running sums over the inputs of one linear.
+
+    sum     (K, K) float32, upper half only until ``hessian``
+    shift   (K, K) float32 or None, row = index of the difference
+    tokens  number of rows added
+    routed  they are only the tokens that a router chose
+    """
+
+    def __init__(
+        self, features: int, device: torch.device, *, shifted: bool = False, routed: bool = False
+    ) -> None:
+        self.sum = torch.zeros(features, features, dtype=torch.float32, device=device)
+        self.shift = torch.zeros_like(self.sum) if shifted else None
+        self.tokens = 0
+        self.routed = routed
+
+    def add(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
+        """Add inputs (tokens, K), float32 or 16 bit; ``reference``: the same tokens' in the source model."""
+        features = x.shape[1]
+        for start in range(0, features, BAND):
+            self.sum[start : start + BAND, start:] += _product(x[:, start : start + BAND], x[:, start:])
+        if self.shift is not None and reference is not None:
+            self.shift += _product(reference.float() - x.float(), x.float())
+        self.tokens += x.shape[0]
+
+    def hessian(self) -> torch.Tensor:
+        """Return H / tokens (K, K), symmetric."""
+        upper = torch.triu(self.sum)
+        return (upper + torch.triu(upper, 1).T) / max(self.tokens, 1)
+
+    def mean_shift(self) -> torch.Tensor | None:
+        """Return D / tokens (K, K), or None."""
+        return None if self.shift is None else self.shift / max(self.tokens, 1)
+
+    def importance(self) -> torch.Tensor:
+        """Return the mean square of each input (K,)."""
+        return torch.diagonal(self.sum) / max(self.tokens, 1)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return aᵀ b with float32 sums and a float32 result."""
+    if a.dtype == torch.float32:
+        return a.T @ b
+    if a.device.type == "cuda":
+        wide = _wide_product(a, b)
+        if wide is not None:
+            return wide
+    return a.float().T @ b.float()
+
+
+def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+    """Multiply 16-bit matrices on the tensor cores without rounding the sums, where this torch can."""
+    try:
+        return torch.mm(a.T, b, out_dtype=torch.float32)  # torch 2.8 and later
+    except (TypeError, RuntimeError, NotImplementedError):
+        return None
+
+
+def factor(hessian: torch.Tensor, damping: float) -> Factor | None:
+    """Factor a Hessian; the damping grows tenfold until it can be done. None: it cannot.
+
+    One factorization and one triangular inverse: H read from its last row and column is L Lᵀ, and U is the
+    inverse of L read the same way. float32 first, then float64, before more damping.
+    """
+    if not bool(torch.isfinite(hessian).all()):
+        return None
+    mean = float(torch.diagonal(hessian).mean())
+    share = damping
+    for _ in range(DAMPINGS):
+        for dtype in (torch.float32, torch.float64):
+            upper = _upper(hessian.to(dtype), share * mean)
+            if upper is not None:
+                return Factor(upper, share)
+        share *= 10
+    return None
+
+
+def _upper(hessian: torch.Tensor, added: float) -> torch.Tensor | None:
+    flipped = torch.flip(hessian, (0, 1))
+    torch.diagonal(flipped).add_(added)
+    lower, info = torch.linalg.cholesky_ex(flipped)
+    if int(info) != 0:
+        return None
+    eye = torch.eye(lower.shape[0], dtype=lower.dtype, device=lower.device)
+    inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
+    upper = torch.flip(inverse, (0, 1)).float()
+    return upper.contiguous() if bool(torch.isfinite(upper).all()) else None

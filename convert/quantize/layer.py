@@ -1,0 +1,244 @@
+"""One decoder layer: statistics of what each of its linears is given, and their codes, in the order of use.
+
+Later linears see what the quantized earlier ones give them (a true sequential pass). Where all tokens are one
+batch, the layer runs once and each linear is quantized at the moment in which its input arrives; else it runs
+once for every stage.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from w4pack.convert.core import families
+from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.errors import W4PackError
+from w4pack.convert.quantize.hessian import Statistics
+from w4pack.convert.quantize.linears import Quantized, Sample, quantize_set
+from w4pack.convert.quantize.settings import Settings
+from w4pack.convert.quantize.stream import Stream
+
+SAMPLE = 128  # inputs that errors are measured with
+STAGE_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # of Hessians that exist at a time
+
+
+class _Arrived(Exception):  # noqa: N818 - not an error: what a layer is run for has been seen
+    """Ends a run of a layer."""
+
+
+@dataclass(slots=True, eq=False)
+class InputSet:
+    """Linears that read the same input: module paths below the layer."""
+
+    members: tuple[str, ...]
+    routed: bool
+    statistics: Statistics | None = None
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    references: list[torch.Tensor] = field(default_factory=list)
+
+    def sample(self) -> Sample | None:
+        """Return the inputs that were kept for measuring."""
+        if not self.inputs:
+            return None
+        inputs = torch.cat(self.inputs)
+        return Sample(inputs, torch.cat(self.references) if self.references else inputs)
+
+
+def input_sets(paths: Sequence[str]) -> list[InputSet]:
+    """Group linears by their input: q/k/v and gate/up share one, every other linear has its own."""
+    taken: dict[str, tuple[str, ...]] = {}
+    for fused in families.fused_sets(paths):
+        if fused.kind != "experts":
+            taken.update(dict.fromkeys(fused.members, fused.members))
+    found: dict[tuple[str, ...], InputSet] = {}
+    for path in paths:
+        members = taken.get(path, (path,))
+        found.setdefault(members, InputSet(members, families.expert_index(path) is not None))
+    return list(found.values())
+
+
+class LayerWork:
+    """Quantizes one decoder layer that is in memory.
+
+    layer    the module, its weights the source's; they are replaced by what their codes stand for
+    schemes  module path below the layer -> scheme
+    source   a copy of the layer that keeps the source's weights, and its stream: for GPTAQ, else None
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        index: int,
+        schemes: Mapping[str, QuantScheme],
+        settings: Settings,
+        source: tuple[nn.Module, Stream] | None = None,
+    ) -> None:
+        self.layer = layer
+        self.index = index
+        self.schemes = schemes
+        self.settings = settings
+        self.source = source
+        self.sets = input_sets(list(schemes))
+        self.done: dict[str, Quantized] = {}
+
+    def run(self, stream: Stream) -> dict[str, Quantized]:
+        """Quantize, and send the stream (and the source's) through the layer. Returns path -> codes."""
+        if self.settings.method == "rtn" or not stream.hidden:
+            for one in self.sets:
+                self._quantize(one)
+        elif len(stream.hidden) == 1:
+            self._at_once(stream)
+        else:
+            self._in_stages(stream)
+        for one in self.sets:
+            if one.members[0] not in self.done:
+                self._quantize(one)  # an expert that no token was sent to
+        return {path: self.done[path] for path in self.schemes}
+
+    # ---- one batch: quantize when the input arrives ---------------------------------------------------
+
+    def _at_once(self, stream: Stream) -> None:
+        references = self._references(0, self.sets)
+        if self.source is not None:
+            self.source[1].advance(self.source[0], self.index)
+
+        def arrived(one: InputSet, x: torch.Tensor) -> None:
+            if one.members[0] not in self.done:
+                self._observe(one, x, references.get(one.members[0]), SAMPLE)
+                self._quantize(one)
+
+        with self._watched(self.layer, self.sets, arrived):
+            stream.advance(self.layer, self.index)
+
+    def _references(self, number: int, sets: Sequence[InputSet]) -> dict[str, torch.Tensor]:
+        """Return the source model's inputs of linears that are not routed, for one batch."""
+        if self.source is None:
+            return {}
+        layer, stream = self.source
+        wanted = {one.members[0] for one in sets if not one.routed}
+        seen: dict[str, torch.Tensor] = {}
+
+        def arrived(one: InputSet, x: torch.Tensor) -> None:
+            seen[one.members[0]] = x.clone()
+            if len(seen) == len(wanted):
+                raise _Arrived
+
+        with self._watched(layer, [o for o in sets if not o.routed], arrived):
+            self._until(layer, stream, number)
+        return seen
+
+    # ---- many batches: one run for every stage --------------------------------------------------------
+
+    def _in_stages(self, stream: Stream) -> None:
+        for stage in self._stages(stream):
+            for number in range(len(stream.hidden)):
+                self._collect(stream, number, stage)
+            for one in stage:
+                self._quantize(one)
+        stream.advance(self.layer, self.index)
+        if self.source is not None:
+            self.source[1].advance(self.source[0], self.index)
+
+    def _collect(self, stream: Stream, number: int, stage: Sequence[InputSet]) -> None:
+        references = self._references(number, stage)
+        waiting = {one.members[0] for one in stage}
+        share = -(-SAMPLE // len(stream.hidden))
+
+        def arrived(one: InputSet, x: torch.Tensor) -> None:
+            self._observe(one, x, references.get(one.members[0]), share)
+            waiting.discard(one.members[0])
+            if not waiting:
+                raise _Arrived
+
+        with self._watched(self.layer, stage, arrived):
+            self._until(self.layer, stream, number)
+
+    def _stages(self, stream: Stream) -> list[list[InputSet]]:
+        """Put the sets in the order of use; experts' first linears together, and so their second ones."""
+        order: list[InputSet] = []
+        with self._watched(self.layer, self.sets, lambda one, x: order.append(one)):
+            self._until(self.layer, stream, 0)
+        used = list(dict.fromkeys(id(one) for one in order))
+        known = {id(one): one for one in self.sets}
+        stages: dict[object, list[InputSet]] = {}
+        for one in [*(known[i] for i in used), *(s for s in self.sets if id(s) not in used)]:
+            key: object = one.members[0].rpartition(".")[2] if one.routed else id(one)
+            stages.setdefault(key, []).append(one)
+        return [part for stage in stages.values() for part in self._bounded(stage, stream)]
+
+    def _bounded(self, stage: list[InputSet], stream: Stream) -> Iterator[list[InputSet]]:
+        """Cut a stage so that its Hessians fit the bound."""
+        features = self.schemes[stage[0].members[0]].in_features
+        limit = STAGE_BYTES["cpu" if stream.skeleton.device.type == "cpu" else "cuda"]
+        size = max(1, limit // (4 * features * features))
+        for start in range(0, len(stage), size):
+            yield stage[start : start + size]
+
+    # ---- what both have in common ---------------------------------------------------------------------
+
+    @contextmanager
+    def _watched(
+        self,
+        layer: nn.Module,
+        sets: Sequence[InputSet],
+        arrived: Callable[[InputSet, torch.Tensor], None],
+    ) -> Iterator[None]:
+        """Call ``arrived(set, inputs (tokens, K))`` before the first linear of each set is computed."""
+        hooks = []
+        for one in sets:
+
+            def before(module: nn.Module, args: tuple[Any, ...], one: InputSet = one) -> None:
+                arrived(one, args[0].reshape(-1, args[0].shape[-1]))
+
+            hooks.append(layer.get_submodule(one.members[0]).register_forward_pre_hook(before))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _until(self, layer: nn.Module, stream: Stream, number: int) -> None:
+        try:
+            stream.run(layer, self.index, stream.hidden[number])
+        except _Arrived:
+            return
+
+    def _observe(self, one: InputSet, x: torch.Tensor, reference: torch.Tensor | None, share: int) -> None:
+        """Add a batch's inputs to the statistics, and keep a few for measuring."""
+        if not bool(torch.isfinite(x).all()):
+            finite = x[torch.isfinite(x)]
+            raise W4PackError(
+                "activations are not finite, so nothing can be learnt from them",
+                code="activations",
+                where=one.members[0],
+                expected="finite inputs",
+                found=f"NaN or infinity; the largest finite one is {float(finite.abs().max()):.4g}"
+                if finite.numel()
+                else "no finite input",
+                hint="quantize on the CPU (`--device cpu`), where activations are float32",
+            )
+        if one.statistics is None:
+            shifted = self.source is not None and not one.routed
+            one.statistics = Statistics(x.shape[1], x.device, shifted=shifted, routed=one.routed)
+        one.statistics.add(x, reference)
+        step = max(1, x.shape[0] // share)
+        one.inputs.append(x[::step][:share].float())
+        if reference is not None:
+            one.references.append(reference[::step][:share].float())
+
+    def _quantize(self, one: InputSet) -> None:
+        weights = {path: self._linear(path).weight for path in one.members}
+        schemes = {path: self.schemes[path] for path in one.members}
+        made = quantize_set(weights, schemes, one.statistics, one.sample(), self.settings)
+        for path, (codes, values) in made.items():
+            self.done[path] = codes
+            self._linear(path).weight.data.copy_(values)
+        one.statistics, one.inputs, one.references = None, [], []
+
+    def _linear(self, path: str) -> nn.Linear:
+        found = self.layer.get_submodule(path)
+        assert isinstance(found, nn.Linear)
+        return found

@@ -1,0 +1,189 @@
+"""One set of linears that read the same input: from weights and statistics to codes.
+
+Whatever happens to a Hessian, the linears get codes: damping grows, and what cannot be factored, has seen too
+few tokens, or comes out worse than rounding to nearest, is rounded to nearest, and the report says so.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from w4pack.convert.core import bitpack
+from w4pack.convert.core.quantlinear import GroupParams
+from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.errors import W4PackError
+from w4pack.convert.quantize import grids, gptq
+from w4pack.convert.quantize.grids import Grid
+from w4pack.convert.quantize.hessian import Statistics
+from w4pack.convert.quantize.settings import Settings
+
+FEWEST = 64  # tokens below which a Hessian says nothing; a quarter of in_features if that is more
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """A few inputs (t, K) float32 to measure with, and the source model's for the same tokens."""
+
+    inputs: torch.Tensor
+    reference: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantized:
+    """A linear in its codes.
+
+    words   uint32 (K * bits / 32, N): the canonical words
+    params  scales in the carrier of their dtype, zero points or None
+    report  method, tokens, damping, error and rtn_error (relative squared errors of the outputs), dead, note
+    """
+
+    scheme: QuantScheme
+    words: NDArray[np.uint32]
+    params: GroupParams
+    report: Mapping[str, Any]
+
+
+def quantize_set(
+    weights: Mapping[str, torch.Tensor],
+    schemes: Mapping[str, QuantScheme],
+    statistics: Statistics | None,
+    sample: Sample | None,
+    settings: Settings,
+) -> dict[str, tuple[Quantized, torch.Tensor]]:
+    """Quantize linears of one input. Returns name -> (codes, weights (N, K) float32 that they stand for).
+
+    Args:
+        weights: name -> (N, K), any float dtype.
+        schemes: name -> scheme.
+        statistics: of their input; None: no calibration.
+        sample: inputs to measure errors with; None: errors of the weights are measured.
+        settings: method and damping.
+
+    Raises:
+        Refused: a weight that no scale reaches.
+    """
+    made: dict[str, tuple[Quantized, torch.Tensor]] = {}
+    for names in _alike(schemes):
+        made.update(_stack({n: weights[n] for n in names}, schemes, statistics, sample, settings))
+    return {name: made[name] for name in weights}
+
+
+def _alike(schemes: Mapping[str, QuantScheme]) -> list[list[str]]:
+    """Group names by bits, groups and symmetry: those are solved side by side."""
+    kinds: dict[tuple[Any, ...], list[str]] = {}
+    for name, s in schemes.items():
+        kinds.setdefault((s.bits, s.group_size, s.sym, s.scale_dtype), []).append(name)
+    return list(kinds.values())
+
+
+def _stack(
+    weights: Mapping[str, torch.Tensor],
+    schemes: Mapping[str, QuantScheme],
+    statistics: Statistics | None,
+    sample: Sample | None,
+    settings: Settings,
+) -> dict[str, tuple[Quantized, torch.Tensor]]:
+    scheme = schemes[next(iter(weights))]
+    joined = torch.cat([w.float().T for w in weights.values()], dim=1)
+    heed = statistics.importance() if statistics is not None and statistics.tokens else None
+    try:
+        grid = grids.search(joined, scheme, heed)
+    except W4PackError as err:
+        err.where = ", ".join(weights)
+        raise
+    solved, notes = _solve(joined, grid, scheme, statistics, settings)
+    rounded = grids.nearest(joined, grid, scheme)
+    codes = rounded if solved is None else solved.codes
+    made: dict[str, tuple[Quantized, torch.Tensor]] = {}
+    column = 0
+    for name, weight in weights.items():
+        part = slice(column, column + weight.shape[0])
+        column += weight.shape[0]
+        own = Grid(grid.scales[:, part], grid.zeros[:, part])
+        report = {
+            "method": "rtn" if solved is None else "gptq",
+            "tokens": statistics.tokens if statistics is not None else 0,
+            **({"damping": solved.damping} if solved is not None else {}),
+            **({"dead_inputs": solved.dead} if solved is not None and solved.dead else {}),
+            **({"note": notes} if notes else {}),
+        }
+        choice = _better(joined[:, part], codes[:, part], rounded[:, part], own, scheme, sample, report)
+        made[name] = _finish(choice, own, schemes[name], report)
+    return made
+
+
+def _solve(
+    joined: torch.Tensor,
+    grid: Grid,
+    scheme: QuantScheme,
+    statistics: Statistics | None,
+    settings: Settings,
+) -> tuple[gptq.Solved | None, str | None]:
+    """Run GPTQ. Returns its result, or None and the reason why the linears are rounded to nearest."""
+    if settings.method == "rtn":
+        return None, None
+    tokens = statistics.tokens if statistics is not None else 0
+    fewest = max(FEWEST, scheme.in_features // 4)
+    if statistics is None or (tokens < fewest and statistics.routed):
+        return None, f"{tokens} tokens, fewer than {fewest}"
+    solved = gptq.solve(
+        joined,
+        statistics.hessian(),
+        grid,
+        scheme,
+        damping=settings.damping,
+        shift=statistics.mean_shift(),
+        strength=settings.strength,
+    )
+    return solved, None if solved is not None else "the Hessian cannot be factored at any damping"
+
+
+def _better(
+    weights: torch.Tensor,
+    codes: torch.Tensor,
+    rounded: torch.Tensor,
+    grid: Grid,
+    scheme: QuantScheme,
+    sample: Sample | None,
+    report: dict[str, Any],
+) -> torch.Tensor:
+    """Measure both ways of rounding on the sample, write errors into the report, return the better codes."""
+    target = weights if sample is None else sample.reference @ weights
+    norm = float(target.double().square().sum()) or 1.0
+
+    def error(candidate: torch.Tensor) -> float:
+        made = grids.dequantize(candidate, grid, scheme)
+        if sample is not None:
+            made = sample.inputs @ made
+        return float((made - target).double().square().sum()) / norm
+
+    report["rtn_error"] = error(rounded)
+    report["error"] = report["rtn_error"] if report["method"] == "rtn" else error(codes)
+    if not report["error"] <= report["rtn_error"]:
+        report.update(method="rtn", error=report["rtn_error"], note="GPTQ was worse than rounding to nearest")
+        return rounded
+    return codes
+
+
+def _finish(
+    codes: torch.Tensor, grid: Grid, scheme: QuantScheme, report: dict[str, Any]
+) -> tuple[Quantized, torch.Tensor]:
+    weights = grids.dequantize(codes, grid, scheme).T.contiguous()
+    words = bitpack.pack_rows(np.ascontiguousarray(codes.cpu().numpy()), scheme.bits)
+    zeros = None if scheme.sym else grid.zeros.to(torch.uint8).cpu().numpy()
+    params = GroupParams(carrier(grid.scales, scheme.scale_dtype), zeros, None)
+    return Quantized(scheme, words, params, report), weights
+
+
+def carrier(values: torch.Tensor, tag: str) -> NDArray[Any]:
+    """Return float32 values as numpy carries them under ``tag``; they must be values of that dtype."""
+    stored = values.to(grids.SCALE_DTYPES[tag]).cpu().contiguous()
+    if tag == "BF16":
+        bits: NDArray[Any] = stored.view(torch.int16).numpy().view(np.uint16)
+        return bits
+    plain: NDArray[Any] = stored.numpy()
+    return plain

@@ -1,0 +1,17 @@
+"""How weights are quantized: values that decide bytes, apart from what each linear's scheme says."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How codes are chosen.
+
+    method    gptq, or rtn: round to nearest after the search for clipping; needs no calibration
+    damping   share of the mean diagonal of H that is added to it at first
+    strength  GPTAQ: how far weights are moved towards the source's outputs, 0 (not) to 1
+    """
+
+    method: str = "gptq"
+    damping: float = 0.01
+    strength: float = 0.0

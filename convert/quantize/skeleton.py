@@ -1,0 +1,202 @@
+"""A model without numbers, and its parts filled one at a time: transformers' own code on the ``meta`` device.
+
+Only what is needed is in memory: the embeddings and the head, and one decoder layer.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from w4pack.convert.core import families
+from w4pack.convert.errors import Refused, SourceError, W4PackError
+from w4pack.convert.files.provider import Provider
+from w4pack.convert.quantize.experts import split_fused
+
+QWEN = ("Qwen3MoeForCausalLM",)  # spells experts as the modules here are called
+FP32_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+STALE = ("quantization_config", "compression_config", "auto_map")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Skeleton:
+    """A causal language model of transformers, on ``meta`` but for the parts that are filled.
+
+    path    of the list of decoder layers, e.g. ``model.layers``
+    layers  that list
+    names   module path of a parameter -> its name in the checkpoint
+    dtype   of activations and weights in work
+    """
+
+    model: Any
+    path: str
+    layers: nn.ModuleList
+    names: Mapping[str, str]
+    provider: Provider
+    device: torch.device
+    dtype: torch.dtype
+
+    def prefix(self, index: int) -> str:
+        """Return the path of a decoder layer, with its dot."""
+        return f"{self.path}.{index}."
+
+    def checkpoint_name(self, path: str) -> str:
+        """Return the checkpoint's name for a parameter's path. Raises SourceError for one that is not there."""
+        found = self.names.get(path)
+        if found is None:
+            raise SourceError(
+                "a tensor that the model needs is not in the checkpoint", code="tensor-missing", where=path
+            )
+        return found
+
+    def fill(self, module: nn.Module, prefix: str) -> None:
+        """Put a module's tensors in memory, from the checkpoint."""
+        self.fill_from(module, prefix, self.read)
+
+    def fill_from(self, module: nn.Module, prefix: str, read: Callable[[str], torch.Tensor]) -> None:
+        """Put a module's tensors in memory; ``read(path)`` gives each parameter, in any dtype."""
+        self._computed_buffers(module)
+        for path, owner, name, tensor in _tensors(module, prefix):
+            if tensor.device.type != "meta":
+                continue
+            values = read(path)
+            if values.shape != tensor.shape:
+                raise SourceError(
+                    "a tensor does not have the shape that the model needs",
+                    code="shape-mismatch",
+                    where=self.checkpoint_name(path),
+                    expected=str(list(tensor.shape)),
+                    found=str(list(values.shape)),
+                )
+            dtype = self._dtype_of(path, values)
+            placed = values.to(device=self.device, dtype=dtype)
+            if name in owner._parameters:
+                owner._parameters[name] = nn.Parameter(placed, requires_grad=False)
+            else:
+                owner._buffers[name] = placed
+
+    def read(self, path: str) -> torch.Tensor:
+        """Return a parameter as the checkpoint has it."""
+        return self.provider.get(self.checkpoint_name(path))
+
+    def empty(self, module: nn.Module) -> None:
+        """Forget a module's numbers."""
+        module.to("meta")
+
+    def _dtype_of(self, path: str, values: torch.Tensor) -> torch.dtype:
+        if not values.is_floating_point():
+            return values.dtype
+        wide = (part for name in FP32_LISTS for part in getattr(self.model, name, None) or ())
+        return torch.float32 if any(part in path for part in wide) else self.dtype
+
+    def _computed_buffers(self, module: nn.Module) -> None:
+        """Make the buffers that no file holds (rotary frequencies), as transformers does when it loads."""
+        for owner in module.modules():
+            computed = [n for n in owner._non_persistent_buffers_set if owner._buffers.get(n) is not None]
+            lost = [n for n in computed if owner._buffers[n].device.type == "meta"]
+            for name in lost:
+                owner._buffers[name] = torch.empty_like(owner._buffers[name], device=self.device)
+            if lost:
+                with torch.no_grad():
+                    self.model._init_weights(owner)
+
+    @property
+    def outside(self) -> list[tuple[str, nn.Module]]:
+        """Modules with tensors of their own that lie in no decoder layer: (path with its dot, module)."""
+        inner = {id(m) for m in self.layers.modules()}
+        found = []
+        for path, module in self.model.named_modules():
+            own = [*module._parameters.values(), *module._buffers.values()]
+            if id(module) not in inner and any(t is not None for t in own):
+                found.append((f"{path}." if path else "", module))
+        return found
+
+    def fill_outside(self, *, head: bool) -> None:
+        """Fill everything but the decoder layers; the head only if asked for, or tied."""
+        output = self.model.get_output_embeddings()
+        tied = output is not None and output.weight is self.model.get_input_embeddings().weight
+        for path, module in self.outside:
+            if module is output and (tied or not head):
+                continue
+            self.fill(module, path)
+        if tied and head:
+            output.weight = self.model.get_input_embeddings().weight
+
+
+def _tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Yield (path, owner, local name, tensor) of all parameters and stored buffers."""
+    for path, owner in module.named_modules():
+        start = f"{prefix}{path}." if path else prefix
+        for name, tensor in owner._parameters.items():
+            if tensor is not None:
+                yield start + name, owner, name, tensor
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield start + name, owner, name, buffer
+
+
+def build(
+    config: Mapping[str, Any], provider: Provider, device: torch.device, dtype: torch.dtype
+) -> Skeleton:
+    """Build the model that a config.json names, on ``meta``.
+
+    Raises:
+        Refused: a class that transformers does not have, or whose layers are not found.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {key: value for key, value in config.items() if key not in STALE}
+    kind = values.pop("model_type", None)
+    try:
+        settings = AutoConfig.for_model(kind, **values)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="sdpa")
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise _unknown(kind, str(err)) from err
+    model.eval()
+    split_fused(model)
+    path, layers = _decoder_layers(model, kind)
+    return Skeleton(model, path, layers, _names(provider), provider, device, dtype)
+
+
+def _decoder_layers(model: nn.Module, kind: object) -> tuple[str, nn.ModuleList]:
+    """Return the longest list of modules: the decoder layers."""
+    lists = [
+        (path, m)
+        for path, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and "experts" not in path
+    ]
+    if not lists:
+        raise _unknown(kind, "no list of decoder layers")
+    return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+
+
+def _names(provider: Provider) -> dict[str, str]:
+    """Return module path -> checkpoint name, where they differ in how experts are spelled."""
+    return {families.rename_experts(QWEN, name): name for name in provider.names()}
+
+
+def _unknown(kind: object, reason: str) -> W4PackError:
+    return Refused(
+        "transformers cannot build this model",
+        code="model-unknown",
+        where="config.json: model_type",
+        expected="a causal language model of the installed transformers",
+        found=f"{kind}: {reason.splitlines()[0][:160] if reason else 'no reason given'}",
+    )
+
+
+@contextmanager
+def replaced(layers: nn.ModuleList, stand_ins: list[nn.Module]) -> Iterator[None]:
+    """Put other modules in the place of the decoder layers for a while."""
+    own = list(layers)
+    try:
+        for index, module in enumerate(stand_ins):
+            layers[index] = module
+        yield
+    finally:
+        for index, module in enumerate(own):
+            layers[index] = module
