@@ -206,6 +206,22 @@ def root() -> None:
     metavar="PATTERN",
     help="Leave these linears in 16 bit: a module's full name, or re: and a regular expression. Repeatable.",
 )
+@click.option(
+    "--rotate",
+    type=click.Choice(["none", "offline", "full"]),
+    default="none",
+    show_default=True,
+    help="Rotate a 16-bit model by Hadamard matrices, which spreads outliers. offline: exact, in the weights "
+    "alone; full: with transforms that a runtime applies.",
+)
+@click.option(
+    "--tp",
+    type=click.IntRange(1, 1024),
+    help="Tensor parallelism that the online transforms of --rotate full must not cross.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the signs of rotations."
+)
 @click.option("--dry-run", is_flag=True, help="Stop after the plan.")
 @click.option(
     "--verify", "verify_after", is_flag=True, help="Read OUT back and compare it with SRC at the end."

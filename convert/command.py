@@ -50,6 +50,9 @@ def _convert_options(given: Given) -> ConvertOptions:
         source_format=given["source_format"],
         ignore_key=tuple(given["ignore_key"]),
         ignore=tuple(given["ignore"]),
+        rotate=given["rotate"],
+        tp=given["tp"],
+        seed=given["seed"],
     )
 
 

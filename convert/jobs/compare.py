@@ -7,7 +7,8 @@ the two meet as codes, zero points, scales and group maps.
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.store import Blob, chunks
 from w4pack.convert.files.tensorfile import TensorInfo
-from w4pack.convert.jobs import work
+from w4pack.convert.jobs import rotated, work
 from w4pack.convert.jobs.codes import Block, CodeMap, CodeReader, blocks
 from w4pack.convert.jobs.layerjob import (
     LayerJob,
@@ -38,6 +39,9 @@ from w4pack.convert.planning.plan import Op, Plan
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import Source
 from w4pack.convert.source.layers import SourceLayer
+
+if TYPE_CHECKING:
+    from w4pack.convert.rotate.rotated import Rotated
 
 ERROR_TOLERANCE = 1e-6  # relative; between the error a conversion reported and the one measured again
 
@@ -71,9 +75,12 @@ class Comparison:
             missing = [n for n in op.outputs if n not in self.output.checkpoint.tensors]
             if missing:
                 return [Failure(n, "missing", f"made from {op.source}", "nothing") for n in missing]
+            if op.kind == "rotated":
+                return self._rotated(op.source)
             return self._layer(plans[op.source]) if op.kind == "layer" else self._dense(dense[op.source])
 
-        with ThreadPoolExecutor(threads) as pool:
+        workers = threads if self.plan.rotation is None else 1  # a rotated tensor is made as a whole
+        with ThreadPoolExecutor(workers) as pool:
             for found in pool.map(one, self.plan.ops):
                 failures += found
         planned = {t.name for t in self.plan.tensors}
@@ -103,6 +110,22 @@ class Comparison:
         rows = column_map(order, plan.halves, info.shape[0], plan.shape[0])
         wanted = work.reordered(theirs.read(plan.source), rows, plan.shape)
         return _same_bits(plan.name, "bytes", wanted, ours.read(plan.name))
+
+    def _rotated(self, name: str) -> list[Failure]:
+        """Make a tensor of the rotated model again."""
+        planned = next(t for t in self.plan.tensors if t.name == name)
+        made = self.output.checkpoint.tensors[name]
+        if (made.dtype, made.shape) != (planned.dtype, planned.shape):
+            wanted = f"{planned.dtype} {list(planned.shape)}"
+            return [Failure(name, "shape", wanted, f"{made.dtype} {list(made.shape)}")]
+        again = rotated.carrier(self.model, planned)
+        found = rotated.difference(again, self.output.checkpoint.read(name), planned.dtype)
+        return [] if found is None else [Failure(name, "weights", *found)]
+
+    @cached_property
+    def model(self) -> "Rotated":
+        """The rotated model, from the source."""
+        return rotated.rotated_model(self.source, self.plan)
 
     def _layer(self, plan: LayerPlan) -> list[Failure]:
         job = job_of(self.source.checkpoint, self.layers, plan, self.layout)

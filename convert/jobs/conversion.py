@@ -5,7 +5,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from w4pack.convert.events import Quiet, Reporter, warning_fields
 from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.store import Blob, chunks, digest
-from w4pack.convert.jobs import execute, manifest, sidefiles, work
+from w4pack.convert.jobs import execute, manifest, rotated, sidefiles, work
 from w4pack.convert.jobs.compare import Failure, compare_files
 from w4pack.convert.jobs.execute import Executor, StopFlag
 from w4pack.convert.jobs.layerjob import job_of
@@ -91,6 +93,7 @@ class ConvertRecipe:
         self.layout = TARGETS[plan.target].layout
         self.records = plan.target in manifest.TARGETS_WITH_RECORDS
         self.strict = strict
+        self.model = None if plan.rotation is None else rotated.rotated_model(source, plan)
 
     def start(self, op: Op, out: OutFiles) -> work.OpRun:
         """See ``work.Recipe``."""
@@ -99,6 +102,8 @@ class ConvertRecipe:
             run.tasks = work.copy_tasks(
                 self.source.checkpoint, op.source, out, out.tensors[op.outputs[0]], run.report
             )
+        elif op.kind == "rotated" and self.model is not None:
+            run.tasks = [partial(rotated.write, self.model, out, out.tensors[op.source])]
         elif op.kind == "dense":
             run.report["sha256"] = hash_tensor(self.source.checkpoint, op.source)
             run.tasks = work.dense_tasks(self.source, self.dense[op.source], out, out.tensors[op.outputs[0]])
@@ -377,7 +382,9 @@ def run_plan(
             with OutFiles(staging.out, plan) as files:
                 executor = Executor(plan, recipe, files, log, running.reporter, running.stop)
                 executor.adopt(earlier)
-                executor.run(running.workers)
+                whole = plan.rotation is not None  # tensors are made as a whole: one at a time
+                with rotated.one_at_a_time(running.workers) if whole else nullcontext():
+                    executor.run(1 if whole else running.workers)
         finally:
             log.close()
         written = manifest.Written(

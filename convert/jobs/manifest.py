@@ -53,6 +53,8 @@ def build(plan: Plan, source: Source, written: Written, original: Mapping[str, A
         "source": {"origin": plan.origin, "files": to_plain(plan.files)},
         "files": {},
     }
+    if plan.rotation is not None:
+        manifest["rotation"] = dict(plan.rotation)
     if original is not None:
         manifest["original"] = original.get("original", original.get("source"))
     manifest["tensors"] = Entries(lambda: _tensors(plan, written))
