@@ -6,8 +6,8 @@ repacked. Where anything fails, nothing half filled is returned.
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.tensorfile import TensorInfo, read_header
 from w4pack.kernels import hashes
 from w4pack.kernels.artifact import Artifact
-from w4pack.kernels.chunks import CHUNK
+from w4pack.kernels.chunks import CHUNK, Chunk
 from w4pack.kernels.movers import SLOTS, CudaMover, HostMover, Mover
 from w4pack.kernels.placement import Plan, Target, make_plan, rest
 from w4pack.kernels.workers import Files, Run, WeightFile
@@ -102,13 +102,42 @@ def execute(
     """
     device = _device(device)
     for key, place in plan.places.items():
-        _torch_dtype(place.dtype, key)
-    with ExitStack() as stack:
-        opened = {name: stack.enter_context(WeightFile(*files[name])) for name in plan.files}
+        torch_dtype(place.dtype, key)
+    with _opened(plan.chunks, files) as opened:
         arenas = _allocate(plan, device)
-        movers = _movers(arenas, _thread_count(threads, plan, chunk), chunk)
-        Run(plan.chunks, opened, movers).go()
+        _run(plan.chunks, opened, arenas, threads, chunk)
     return _views(plan, arenas)
+
+
+def carry(
+    chunks: Sequence[Chunk],
+    files: Files,
+    arenas: Sequence[torch.Tensor],
+    *,
+    threads: int | None = None,
+    chunk: int = CHUNK,
+) -> None:
+    """Read chunks and copy them to where they go: arenas, uint8, on one device. All else as ``execute``."""
+    with _opened(chunks, files) as opened:
+        _run(chunks, opened, arenas, threads, chunk)
+
+
+@contextmanager
+def _opened(chunks: Sequence[Chunk], files: Files) -> Iterator[dict[str, WeightFile]]:
+    """Open the files that chunks read: one that is missing or changed is found before anything is moved."""
+    with ExitStack() as stack:
+        used = dict.fromkeys(item.file for item in chunks)
+        yield {name: stack.enter_context(WeightFile(*files[name])) for name in used}
+
+
+def _run(
+    chunks: Sequence[Chunk],
+    opened: Mapping[str, WeightFile],
+    arenas: Sequence[torch.Tensor],
+    threads: int | None,
+    chunk: int,
+) -> None:
+    Run(chunks, opened, _movers(arenas, _thread_count(threads, len(chunks), chunk), chunk)).go()
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -133,11 +162,11 @@ def _no_device(device: str, found: str) -> UsageError:
     return UsageError(what, code="no-device", where=device, expected="cpu, cuda or cuda:N", found=found)
 
 
-def _thread_count(asked: int | None, plan: Plan, chunk: int) -> int:
+def _thread_count(asked: int | None, chunks: int, chunk: int) -> int:
     """Return how many threads: as asked or the cores; no more than chunks, or than staging memory allows."""
     cores = len(os.sched_getaffinity(0))
     wanted = min(cores, MAX_THREADS) if asked is None else asked
-    return min(max(1, min(wanted, MAX_STAGING // (SLOTS * chunk))), len(plan.chunks))
+    return min(max(1, min(wanted, MAX_STAGING // (SLOTS * chunk))), chunks)
 
 
 def _allocate(plan: Plan, device: torch.device) -> list[torch.Tensor]:
@@ -163,7 +192,8 @@ def _movers(arenas: Sequence[torch.Tensor], count: int, chunk: int) -> list[Move
     return [CudaMover(arenas, chunk, after) for _ in range(count)]
 
 
-def _torch_dtype(tag: str, key: str) -> torch.dtype:
+def torch_dtype(tag: str, key: str) -> torch.dtype:
+    """Return torch's dtype of a safetensors tag. Raises W4PackError, naming ``key``, if there is none."""
     dtype = getattr(torch, DTYPES.get(tag, ""), None)
     if not isinstance(dtype, torch.dtype):
         known = ", ".join(DTYPES)
@@ -178,7 +208,7 @@ def _views(plan: Plan, arenas: Sequence[torch.Tensor]) -> dict[str, torch.Tensor
     for key, (arena, offset, tag, shape) in plan.places.items():
         whole = typed.get((arena, tag))
         if whole is None:
-            whole = typed[arena, tag] = arenas[arena].view(_torch_dtype(tag, key))
+            whole = typed[arena, tag] = arenas[arena].view(torch_dtype(tag, key))
         tensors[key] = whole.as_strided(shape, _strides(shape), offset // whole.element_size())
     return tensors
 

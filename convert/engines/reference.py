@@ -26,9 +26,12 @@ def render_markdown() -> str:
 
 
 def _section(engine: Engine) -> str:
-    rows = "".join(_row(rule) for rule in engine.rules)
     head = "| rule | verdict | for | looks at | what happens | way round | seen |\n" + "|---" * 7 + "|\n"
-    return f"\n## {engine.name} {engine.version}\n\n{head}{rows}"
+    text = f"\n## {engine.name} {engine.version}\n\n{head}" + "".join(map(_row, engine.rules))
+    if engine.artifact:
+        text += f"\n### {engine.name} with w4pack installed: artifacts\n\n{head}"
+        text += "".join(map(_row, engine.artifact))
+    return text
 
 
 def _row(rule: Rule) -> str:

@@ -44,7 +44,7 @@ def evaluate(facts: ModelFacts, engine: str, tp: int = 1) -> EngineResult:
     table = ENGINES[engine]
     model = _model(facts, engine)
     found: list[Blocker] = []
-    for rule in table.rules:
+    for rule in table.rules_for(model.labels.method):
         if _applies(rule, model):
             found += _broken(rule, model, tp)
             if rule.id.endswith(".method") and found:

@@ -59,11 +59,19 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine, the version its rules were read from, and the rules."""
+    """An engine, the version its rules were read from, and the rules.
+
+    artifact  the rules for an artifact, where a plugin of ours runs it; empty: the engine's own
+    """
 
     name: str
     version: str
     rules: tuple[Rule, ...]
+    artifact: tuple[Rule, ...] = ()
+
+    def rules_for(self, method: str) -> tuple[Rule, ...]:
+        """Return the rules for a family of ``quant_method``."""
+        return self.artifact if method == "w4pack" and self.artifact else self.rules
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ GPTQ asks for Marlin's types and groups before any kernel is chosen; which kerne
 
 from collections.abc import Iterator
 
-from w4pack.convert.engines import checks, kernels
+from w4pack.convert.engines import checks, kernels, plugin
 from w4pack.convert.engines.checks import Hit, key
 from w4pack.convert.engines.model import Kind, Model
 from w4pack.convert.engines.table import Engine, Finding, Rule
@@ -296,7 +296,7 @@ RULES = (
     ),
     Rule(
         "vllm.method", "refuses", "quant_method", "unknown quantization method (marlin, bitsandbytes, gguf, "
-        "hqq are gone; the artifact is for w4pack's runtime)", "convert --to gptq, awq or compressed-tensors",
+        "hqq are gone)", "convert --to gptq, awq or compressed-tensors",
         whole=method, run=True,
     ),
     Rule(
@@ -484,4 +484,4 @@ RULES = (
     ),
 )  # fmt: skip
 
-ENGINE = Engine("vllm", VERSION, RULES)
+ENGINE = Engine("vllm", VERSION, RULES, plugin.RULES)

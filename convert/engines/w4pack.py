@@ -13,7 +13,8 @@ VERSION = "artifact 1"
 TILE = 64  # rows, and columns, of a Marlin tile
 
 
-def _layout(model: Model, tp: int) -> Iterator[Finding]:
+def layout(model: Model, tp: int) -> Iterator[Finding]:
+    """Modules that are none of an artifact."""
     odd = [k for k in model.kinds if k.layer.layout != "marlin"]
     if odd:
         total = sum(len(k.names) for k in odd)
@@ -22,19 +23,22 @@ def _layout(model: Model, tp: int) -> Iterator[Finding]:
         yield Finding("quantization_config", "an artifact", "no quantized module of an artifact")
 
 
-def _group(model: Model, kind: Kind, tp: int) -> Hit:
+def group(model: Model, kind: Kind, tp: int) -> Hit:
+    """Group sizes without a kernel."""
     size = kind.layer.group_size
     if size in checks.MARLIN_GROUPS:
         return None
     return "group size -1, 32, 64 or 128 (multiples of 32 are split)", str(size)
 
 
-def _n_tile(model: Model, kind: Kind, tp: int) -> Hit:
+def n_tile(model: Model, kind: Kind, tp: int) -> Hit:
+    """Column-parallel modules whose share is not whole tiles."""
     ways = model.ways(kind, tp)
     return checks.n_split(model, kind, tp, TILE) if ways > 1 else None
 
 
-def _k_tile(model: Model, kind: Kind, tp: int) -> Hit:
+def k_tile(model: Model, kind: Kind, tp: int) -> Hit:
+    """Row-parallel modules whose share is not whole tiles and groups."""
     return checks.k_whole(kind, tp, rows_unit(kind))
 
 
@@ -44,18 +48,19 @@ def rows_unit(kind: Kind) -> int:
     return TILE if size <= 0 else lcm(TILE, size)
 
 
-def _k_order(model: Model, kind: Kind, tp: int) -> Hit:
+def k_order(model: Model, kind: Kind, tp: int) -> Hit:
+    """Row-parallel modules with an act-order."""
     return checks.k_order(kind, tp)
 
 
 RULES = (
     Rule(
         "w4pack.layout", "refuses", "tensor layout", "the runtime reads the artifact only",
-        "convert --to marlin", whole=_layout,
+        "convert --to marlin", whole=layout,
     ),
     Rule(
         "w4pack.group", "refuses", "group size", "no kernel", "convert --to marlin splits multiples of 32",
-        test=_group,
+        test=group,
     ),
     Rule(
         "w4pack.heads", "refuses", "attention heads", "heads cannot be split unevenly", "lower TP",
@@ -63,15 +68,15 @@ RULES = (
     ),
     Rule(
         "w4pack.n-tile", "refuses", "N per rank", "a tile is 64 columns", "lower TP, or --pad-for-tp",
-        test=_n_tile,
+        test=n_tile,
     ),
     Rule(
         "w4pack.k-tile", "refuses", "K per rank, group size", "ranks hold whole tiles of 64 rows and whole "
-        "groups", "lower TP, or --pad-for-tp", test=_k_tile,
+        "groups", "lower TP, or --pad-for-tp", test=k_tile,
     ),
     Rule(
         "w4pack.k-order", "refuses", "act_perm of row-parallel modules",
-        "a rank would need inputs of the others", "--fold-act-order for down_proj, --regroup", test=_k_order,
+        "a rank would need inputs of the others", "--fold-act-order for down_proj, --regroup", test=k_order,
     ),
 )  # fmt: skip
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from w4pack.convert.core.families import FusedSet, expert_index, fused_sets
-from w4pack.convert.errors import Refused, SourceError, name_some
+from w4pack.convert.errors import Refused
+from w4pack.kernels import orders
 from w4pack.kernels.artifact import Artifact
 from w4pack.kernels.experts import ExpertParts, PackedExperts, StackedLinear, stacked
 from w4pack.kernels.hf.skeleton import GATE_UP_DOWN, Skeleton, replace
@@ -188,16 +189,4 @@ def check_orders(model: nn.Module) -> None:
         SourceError: an ``act_perm`` that is no permutation of the layer's inputs.
     """
     perms = {name: tensor for name, tensor in model.named_parameters() if name.endswith("act_perm")}
-    right = {}
-    for name, perm in perms.items():
-        natural = torch.arange(perm.shape[-1], dtype=perm.dtype, device=perm.device)
-        right[name] = (perm.sort(-1).values == natural).all()
-    wrong = [name for name, flag in right.items() if not bool(flag)]  # the first look waits for all of them
-    if wrong:
-        raise SourceError(
-            "an act-order is no permutation",
-            code="act-perm",
-            where=name_some(wrong),
-            expected="every number from 0 to K - 1 once",
-            hint="w4pack verify OUT",
-        )
+    orders.check(perms)

@@ -400,11 +400,11 @@ def test_threads_are_bounded_by_cores_work_and_memory(model: Path) -> None:
     plan = make_plan(rest(infos, ()), chunk=1000)
     many = len(plan.chunks)
     cores = len(os.sched_getaffinity(0))
-    assert transfer._thread_count(None, plan, 1000) == min(cores, 8, many)
-    assert transfer._thread_count(5, plan, 1000) == 5
-    assert transfer._thread_count(1000, plan, 1000) == many
-    assert transfer._thread_count(1000, plan, 8 << 20) == 16  # 2 buffers of 8 MiB each: 256 MiB
-    assert transfer._thread_count(None, make_plan({}), 8 << 20) == 0
+    assert transfer._thread_count(None, len(plan.chunks), 1000) == min(cores, 8, many)
+    assert transfer._thread_count(5, len(plan.chunks), 1000) == 5
+    assert transfer._thread_count(1000, len(plan.chunks), 1000) == many
+    assert transfer._thread_count(1000, len(plan.chunks), 8 << 20) == 16  # 2 buffers of 8 MiB each: 256 MiB
+    assert transfer._thread_count(None, 0, 8 << 20) == 0
 
 
 # ---- the path to a card, with the card played by main memory ----------------------------------------------

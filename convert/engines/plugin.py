@@ -1,0 +1,118 @@
+"""What vLLM does with an artifact once w4pack is installed beside it: the rules of our plugin.
+
+``w4pack check --engine vllm`` and the plugin itself, when it starts, ask this one table. Shapes are cut along
+whole tiles and groups, as in our own runtime; only what this engine does differently has a test of its own.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from w4pack.convert.core.families import expert_index, natural_key, split_name
+from w4pack.convert.engines import checks, w4pack
+from w4pack.convert.engines.checks import Hit, key
+from w4pack.convert.engines.model import Kind, Model
+from w4pack.convert.engines.table import Finding, Rule
+
+
+def _installed(model: Model, tp: int) -> Iterator[Finding]:
+    yield Finding(key(model, "quant_method"), "w4pack installed beside vLLM", "an artifact")
+
+
+def _online(model: Model, tp: int) -> Iterator[Finding]:
+    records = model.quant.get("online")
+    if records:
+        yield Finding(key(model, "online"), "no records", checks.short(records))
+
+
+def _tied_head(model: Model, tp: int) -> Iterator[Finding]:
+    heads = [kind for kind in model.kinds if kind.lm_head]
+    if heads and model.facts.config.get("tie_word_embeddings"):
+        yield Finding(heads[0].where, "tie_word_embeddings false", "a packed head of a tied model")
+
+
+def _head_tile(model: Model, kind: Kind, tp: int) -> Hit:
+    """The engine pads the vocabulary to whole tiles and gives each rank an equal share of that."""
+    if not kind.lm_head or tp == 1:
+        return None
+    padded = -(-kind.layer.out_features // w4pack.TILE) * w4pack.TILE
+    if padded % (tp * w4pack.TILE) == 0:
+        return None
+    return f"a padded vocabulary of a multiple of {tp} * {w4pack.TILE}", str(padded)
+
+
+def _experts(model: Model, tp: int) -> Iterator[Finding]:
+    """Experts of one layer are stacked: each of their linears must be the same in all of them."""
+    kinds: dict[str, set[tuple[object, ...]]] = defaultdict(set)
+    for layer in model.facts.layers:
+        number = expert_index(layer.name)
+        if number is not None:
+            parent, leaf = split_name(layer.name)
+            scheme = (layer.bits, layer.group_size, layer.sym, layer.act_order, layer.scale_dtype)
+            kinds[f"{split_name(parent.rstrip('.'))[0]}*.{leaf}"].add(scheme)
+    mixed = sorted((name for name, found in kinds.items() if len(found) > 1), key=natural_key)
+    if mixed:
+        found = " and ".join(sorted(f"{s[0]} bit g{s[1]}" for s in kinds[mixed[0]]))
+        yield Finding(mixed[0], "one scheme in all experts of a layer", found, len(mixed))
+
+
+def _partial_experts(model: Model, tp: int) -> Iterator[Finding]:
+    for item in model.uneven:
+        if item.partial and item.expert:
+            yield Finding(item.where, "all experts packed, or none", item.parts, item.count)
+
+
+RULES = (
+    Rule(
+        "vllm.plugin", "note", "quant_method", "with w4pack installed beside it, vLLM runs the artifact; "
+        "without, it refuses the method by name", "pip install w4pack", whole=_installed, run=True,
+    ),
+    Rule(
+        "vllm.plugin-layout", "refuses", "tensor layout", "the plugin reads the artifact only",
+        "convert --to marlin", whole=w4pack.layout,
+    ),
+    Rule(
+        "vllm.plugin-online", "refuses", "online", "transforms at run time are not in the plugin",
+        "an artifact without online transforms", whole=_online, run=True,
+    ),
+    Rule(
+        "vllm.plugin-group", "refuses", "group size", "no kernel", "convert --to marlin splits multiples of 32",
+        test=w4pack.group,
+    ),
+    Rule(
+        "vllm.plugin-heads", "refuses", "attention heads", "heads cannot be split unevenly", "lower TP",
+        whole=checks.heads,
+    ),
+    Rule(
+        "vllm.plugin-n-tile", "refuses", "N per rank", "a tile is 64 columns", "lower TP, or --pad-for-tp",
+        test=w4pack.n_tile, run=True,
+    ),
+    Rule(
+        "vllm.plugin-head-tile", "refuses", "vocabulary per rank", "a packed head is cut along its tiles",
+        "lower TP, or leave lm_head in 16 bit", test=_head_tile,
+    ),
+    Rule(
+        "vllm.plugin-k-tile", "refuses", "K per rank, group size", "ranks hold whole tiles of 64 rows and "
+        "whole groups", "lower TP, or --pad-for-tp", test=w4pack.k_tile, run=True,
+    ),
+    Rule(
+        "vllm.plugin-k-order", "refuses", "act_perm of row-parallel modules",
+        "a rank would need inputs of the others", "--fold-act-order for down_proj, --regroup",
+        test=w4pack.k_order, run=True,
+    ),
+    Rule(
+        "vllm.plugin-tied-head", "refuses", "lm_head, tie_word_embeddings", "the engine would take the "
+        "embedding for the head", "tie_word_embeddings false in config.json", whole=_tied_head,
+    ),
+    Rule(
+        "vllm.plugin-expert-names", "refuses", "names of experts", "the class maps other names",
+        "convert: writes the names the class maps", whole=checks.expert_names,
+    ),
+    Rule(
+        "vllm.plugin-experts", "refuses", "schemes of experts", "experts of a layer are stacked",
+        "convert the same scheme for all experts", whole=_experts,
+    ),
+    Rule(
+        "vllm.plugin-partial-experts", "refuses", "experts left in 16 bit", "experts of a layer are stacked",
+        "--ignore all experts of that layer", whole=_partial_experts,
+    ),
+)  # fmt: skip

@@ -1,0 +1,28 @@
+"""Whether act-orders are orders: a kernel reads activations where they point."""
+
+from collections.abc import Mapping
+
+import torch
+
+from w4pack.convert.errors import SourceError, name_some
+
+
+def check(perms: Mapping[str, torch.Tensor]) -> None:
+    """Check act-orders on their device. Expert stacks have the order in the last dimension.
+
+    Raises:
+        SourceError: an ``act_perm`` that is no permutation of the layer's inputs; names all of them.
+    """
+    right = {}
+    for name, perm in perms.items():
+        natural = torch.arange(perm.shape[-1], dtype=perm.dtype, device=perm.device)
+        right[name] = (perm.sort(-1).values == natural).all()
+    wrong = [name for name, flag in right.items() if not bool(flag)]  # the first look waits for all of them
+    if wrong:
+        raise SourceError(
+            "an act-order is no permutation",
+            code="act-perm",
+            where=name_some(wrong),
+            expected="every number from 0 to K - 1 once",
+            hint="w4pack verify OUT",
+        )

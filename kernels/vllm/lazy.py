@@ -1,0 +1,203 @@
+"""Tensors of files that are not read yet: an engine's own code says where they go, the bytes move later.
+
+An engine hands each tensor of a checkpoint to the code of its model, which narrows it to a rank's share and
+copies that to a parameter. Here the tensor is only a place in a file. Views of it are views; a copy of it
+into memory is written down as a rectangle; and when all is written down, the rectangles are read by the
+transfer, in parallel, straight to where they stay. Whatever else is done with such a tensor reads it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from w4pack.convert.files.tensorfile import TensorInfo
+from w4pack.kernels import placement, transfer
+from w4pack.kernels.chunks import CHUNK, GAP, Cutter, Move
+from w4pack.kernels.workers import Files
+
+COPY = torch.ops.aten.copy_.default
+
+
+class Ledger:
+    """Where the bytes of files go: copies that were asked for, until ``execute`` does them.
+
+    taken  names of the tensors that something was done with
+    """
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self.taken: set[str] = set()
+        self.written: set[int] = set()  # addresses of the storages that something was copied to
+        self._arenas: dict[int, tuple[int, torch.Tensor]] = {}  # address -> number, bytes
+        self._moves: list[Move] = []
+
+    def tensor(self, info: TensorInfo) -> "FileTensor":
+        """Return a tensor of a file, unread."""
+        dtype = transfer.torch_dtype(info.dtype, info.name)
+        return FileTensor(torch.empty(info.shape, dtype=dtype, device="meta"), info, self)
+
+    def note(self, target: torch.Tensor, source: "FileTensor") -> bool:
+        """Write a copy down; False if it is none of rectangles of bytes, and must be done by reading."""
+        view = source.view
+        self.written.add(target.untyped_storage().data_ptr())
+        if target.dtype != view.dtype or target.shape != view.shape or target.device.type == "meta":
+            return False
+        rectangle = _rectangle(target, view)
+        if rectangle is None:
+            return False
+        width, rows, step, pitch = rectangle
+        size = view.element_size()
+        storage = target.untyped_storage()
+        number = self._arena(storage, target.device)
+        offset = source.info.offset + view.storage_offset() * size
+        to = target.storage_offset() * size
+        if width * rows:
+            self._moves.append(Move(source.info.file, offset, pitch, width, rows, number, to, step))
+        return True
+
+    def _arena(self, storage: torch.UntypedStorage, device: torch.device) -> int:
+        address = storage.data_ptr()
+        if address not in self._arenas:
+            whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+            self._arenas[address] = len(self._arenas), whole
+        return self._arenas[address][0]
+
+    def execute(self, threads: int | None = None) -> int:
+        """Do the copies; returns how many bytes were read. Raises as ``transfer.execute``."""
+        cutter = Cutter(CHUNK, GAP)
+        for move in sorted(self._moves):
+            cutter.add(move)
+        chunks = cutter.close()
+        arenas = [whole for _, whole in sorted(self._arenas.values(), key=lambda pair: pair[0])]
+        self._moves, self._arenas = [], {}
+        if chunks:
+            transfer.carry(chunks, self.files, arenas, threads=threads)
+        return sum(read.nbytes * read.rows for chunk in chunks for read in chunk.reads)
+
+    def read(self, info: TensorInfo) -> torch.Tensor:
+        """Return a tensor of a file in main memory, read now."""
+        plan = placement.make_plan({info.name: placement.take(info)})
+        return transfer.execute(plan, self.files, "cpu")[info.name]
+
+
+class FileTensor(torch.Tensor):
+    """A tensor of a file, or a view of one.
+
+    view  on the ``meta`` device: its shape, strides and offset are those within the file's tensor
+    info  of the whole tensor
+    """
+
+    view: torch.Tensor
+    info: TensorInfo
+    ledger: Ledger
+
+    @staticmethod
+    def __new__(cls, view: torch.Tensor, info: TensorInfo, ledger: Ledger) -> "FileTensor":
+        """Return it: of the view's shape, on the CPU as far as anyone asks."""
+        made: FileTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            view.shape,
+            strides=view.stride(),
+            storage_offset=view.storage_offset(),
+            dtype=view.dtype,
+            device="cpu",
+            requires_grad=False,
+        )
+        made.view, made.info, made.ledger = view, info, ledger
+        return made
+
+    def __init__(self, view: torch.Tensor, info: TensorInfo, ledger: Ledger) -> None:
+        pass
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Say which tensor of which file it is."""
+        return f"FileTensor({self.info.name}, {list(self.shape)}, {self.dtype})"
+
+    def whole(self) -> torch.Tensor:
+        """Read the tensor and return this view of it."""
+        real = self.ledger.read(self.info)
+        return real.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator: a view of a file's tensor is one again, a copy is written down, else it is read."""
+        kwargs = dict(kwargs or {})
+        if func is COPY and len(args) > 1 and isinstance(args[1], FileTensor):
+            target, source = args[:2]
+            if not isinstance(target, FileTensor):
+                source.ledger.taken.add(source.info.name)
+                return target if source.ledger.note(target, source) else func(target, source.whole())
+        first = args[0] if args else None
+        if isinstance(first, FileTensor) and _is_view(func):
+            plain = tree_map(_view_of, args)
+            return tree_map(lambda out: _wrapped(out, first), func(*plain, **tree_map(_view_of, kwargs)))
+        return func(*tree_map(_read, args), **tree_map(_read, kwargs))
+
+
+def _is_view(func: Any) -> bool:
+    """Tell whether an operator returns views of its first argument and nothing else."""
+    returns = func._schema.returns
+    aliases = [r.alias_info for r in returns]
+    first = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    return (
+        first is not None
+        and not first.is_write
+        and bool(aliases)
+        and all(alias is not None and not alias.is_write for alias in aliases)
+    )
+
+
+def _view_of(value: Any) -> Any:
+    return value.view if isinstance(value, FileTensor) else value
+
+
+def _wrapped(value: Any, origin: FileTensor) -> Any:
+    return FileTensor(value, origin.info, origin.ledger) if isinstance(value, torch.Tensor) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, FileTensor):
+        value.ledger.taken.add(value.info.name)
+        return value.whole()
+    return value
+
+
+def _rectangle(target: torch.Tensor, source: torch.Tensor) -> tuple[int, int, int, int] | None:
+    """Return (width, rows, step of the target, pitch of the source) in bytes; None: it is no rectangle.
+
+    Both are rows of bytes that lie together, the rows at equal distances.
+    """
+    size = source.element_size()
+    dims = [(n, a, b) for n, a, b in zip(source.shape, target.stride(), source.stride(), strict=True) if n != 1]
+    width = 1
+    while dims and dims[-1][1:] == (width, width):
+        width *= dims.pop()[0]
+    if prod(source.shape) == 0:
+        return 0, 0, 0, 0
+    rows, step, pitch = 1, width, width
+    if dims:
+        rows, step, pitch = dims.pop()
+        for n, a, b in reversed(dims):
+            if (a, b) != (rows * step, rows * pitch):
+                return None
+            rows *= n
+    if step < width or pitch < width:
+        return None
+    return width * size, rows, step * size, pitch * size
+
+
+def seen(tensor: torch.Tensor) -> None:
+    """Say of a tensor that the engine knows it, and that another rank has it."""
+    if isinstance(tensor, FileTensor):
+        tensor.ledger.taken.add(tensor.info.name)
+
+
+def names(tensors: Mapping[str, TensorInfo], ledger: Ledger) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, unread tensor) in the order of the files."""
+    for info in sorted(tensors.values(), key=lambda info: (info.file, info.offset)):
+        yield info.name, ledger.tensor(info)

@@ -1,0 +1,172 @@
+"""Linear layers of the engine over our operators: q/k/v, gate/up, o, down, and a packed output head."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from vllm.model_executor.layers.linear import LinearMethodBase
+
+from w4pack.convert.errors import Refused, SourceError, name_some
+from w4pack.kernels import modules, ops, orders
+from w4pack.kernels.vllm import parts as parts_of
+from w4pack.kernels.vllm.parts import Part, Rank, Wanted
+from w4pack.kernels.vllm.source import Source
+from w4pack.kernels.vllm.stores import Layout, Store
+
+QKV = ("q", "k", "v")  # what the engine calls the parts of its attention layers
+
+
+class W4PackLinearMethod(LinearMethodBase):
+    """One layer of the engine, of one module of the file or of several side by side.
+
+    Args:
+        source: what the file holds.
+        members: the modules of the file, in the layer's order.
+        is_head: the output head, whose columns the engine pads.
+    """
+
+    def __init__(self, source: Source, members: tuple[str, ...], *, is_head: bool = False) -> None:
+        self.source = source
+        self.members = members
+        self.is_head = is_head
+
+    # ---- before loading --------------------------------------------------------------------------
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Make the layer's parameters: what this rank holds, as it lies in the file.
+
+        Raises:
+            Refused: a partition that cuts a tile or a group, or rows of a layer with an act-order.
+            SourceError: modules of other sizes than the layer's; a bias that the layer does not have.
+        """
+        wanted = Wanted(layer.prefix, input_size_per_partition, tuple(output_partition_sizes))
+        rank = Rank(layer.tp_rank, layer.tp_size)
+        found = self._parts(layer, wanted, rank)
+        for part in found:
+            self._check_bias(layer, part)
+        layout = Layout("", parts_of.runs(found, self.source.order), params_dtype)
+        layer.w4pack = Store(layer, layout)
+        for suffix in layout.suffixes:
+            getattr(layer, suffix).weight_loader = self._loader(layer, suffix)
+
+    def _parts(self, layer: nn.Module, wanted: Wanted, rank: Rank) -> tuple[Part, ...]:
+        source = self.source
+        if self.is_head:
+            (name,) = self.members
+            return (parts_of.head(name, source.specs[name], wanted, rank, source.scales(name)),)
+        if len(self.members) == 1 and len(wanted.outputs) > 1:
+            (name,) = self.members
+            sections = _sections(layer)
+            return parts_of.fused_in_file(
+                name, source.specs[name], sections, wanted, rank, source.scales(name)
+            )
+        if len(self.members) != len(wanted.outputs):
+            raise Refused(
+                "the engine fuses a layer in a way that the plugin does not know",
+                code="fuse",
+                where=wanted.name,
+                expected=f"{len(self.members)} parts: {', '.join(self.members)}",
+                found=f"{len(wanted.outputs)} parts",
+            )
+        return tuple(self._part(name, n, wanted, rank) for n, name in enumerate(self.members))
+
+    def _part(self, name: str, shard: int, wanted: Wanted, rank: Rank) -> Part:
+        spec = self.source.specs.get(name)
+        if spec is not None:
+            return parts_of.packed(name, shard, spec, wanted, rank, self.source.scales(name))
+        return parts_of.dense(name, shard, self.source.dense_shape(name), wanted, rank)
+
+    def _check_bias(self, layer: nn.Module, part: Part) -> None:
+        has = getattr(layer, "has_bias", False)
+        held = self.source.has_bias(part.module)
+        if held == has:
+            return
+        raise SourceError(
+            "a layer of the engine has no place for a bias of the file"
+            if held
+            else "a bias of the engine's layer is missing in the file",
+            code="extra-tensor" if held else "missing-tensor",
+            where=f"{part.module}.bias",
+        )
+
+    def _loader(self, layer: nn.Module, suffix: str) -> Callable[..., None]:
+        def load(parameter: nn.Parameter, tensor: torch.Tensor, shard: Any = None) -> None:
+            number = QKV.index(shard) if shard in QKV else shard
+            layer.w4pack.fill(parameter, suffix, tensor, shard=number)
+
+        return load
+
+    # ---- after loading ---------------------------------------------------------------------------
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Check that everything came; nothing is repacked.
+
+        Raises:
+            SourceError: a tensor that did not come, an act-order that is none.
+        """
+        check_loaded(layer.w4pack.missing())
+        layout: Layout = layer.w4pack.layout
+        names = [run.parts[0].module for run in layout.runs]
+        held = zip(names, layout.tensors(layer), strict=True)
+        orders.check({name: tensors["act_perm"] for name, tensors in held if "act_perm" in tensors})
+        if layer.weight.is_cuda:
+            ops.prepare(layer.weight.get_device())
+
+    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+        """Refuse to tie: a packed head is not the embedding.
+
+        Raises:
+            Refused: always.
+        """
+        raise Refused(
+            "config.json ties the output head to the embedding, and the file has a packed head of its own",
+            code="tied-head",
+            where=f"{self.members[0]}.weight",
+            hint="set tie_word_embeddings to false in config.json",
+        )
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return (..., outputs of this rank) of x (..., inputs of this rank), in x's dtype."""
+        layout: Layout = layer.w4pack.layout
+        found, start = [], 0
+        for run, tensors in zip(layout.runs, layout.tensors(layer), strict=True):
+            stop = start + run.width
+            part = None if bias is None else bias[start:stop]
+            if run.spec is None:
+                found.append(functional.linear(x, tensors["weight"], part))
+            else:
+                found.append(modules.product(run.spec, tensors, x, part))
+            start = stop
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+
+def check_loaded(missing: list[str]) -> None:
+    """Raise a SourceError that names tensors that did not come."""
+    if missing:
+        raise SourceError(
+            "tensors of packed layers did not come",
+            code="missing-tensor",
+            where=name_some(missing),
+            expected="all tensors of the layer",
+            hint="w4pack verify OUT",
+        )
+
+
+def _sections(layer: nn.Module) -> tuple[int, ...]:
+    """Return the columns of each part of a layer that the file holds fused, over all ranks."""
+    if hasattr(layer, "total_num_kv_heads"):
+        heads, size = layer.total_num_kv_heads, layer.head_size
+        values = getattr(layer, "v_head_size", size)
+        return (layer.total_num_heads * size, heads * size, heads * values)
+    return tuple(layer.output_sizes)

@@ -1,0 +1,191 @@
+"""The model loader ``w4pack`` of vLLM: each rank reads only its slices, by threads, straight to the device.
+
+The engine's own model code says where every tensor goes; ``lazy`` writes it down and moves the bytes at once.
+It reads any safetensors checkpoint, and is what ``--load-format auto`` takes for an artifact.
+"""
+
+import copy
+import re
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.distributed import get_pp_group
+from vllm.model_executor import model_loader
+from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
+
+from w4pack.convert.errors import Refused, UsageError, W4PackError
+from w4pack.convert.files.tensorfile import TensorInfo
+from w4pack.kernels import hashes, transfer
+from w4pack.kernels.packed import shown, tensor_error
+from w4pack.kernels.vllm import source
+from w4pack.kernels.vllm.config import METHOD, W4PackConfig
+from w4pack.kernels.vllm.lazy import Ledger, names
+
+FORMAT = "w4pack"
+OPTIONS = {"threads": int, "check_hashes": bool}
+COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # old files hold them
+
+
+class W4PackModelLoader(DefaultModelLoader):
+    """Loads artifacts, and any other safetensors checkpoint. Finds files as the engine's own loader does.
+
+    Args:
+        load_config: of the engine; ``model_loader_extra_config`` may hold ``threads``, and ``check_hashes``
+            to compare an artifact's tensors with the sha256 in its manifest first.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        self.options = _options(load_config.model_loader_extra_config)
+        plain = copy.copy(load_config)
+        plain.load_format, plain.model_loader_extra_config = "safetensors", {}
+        super().__init__(plain)
+
+    def load_model(self, vllm_config: Any, model_config: Any, **more: Any) -> Any:
+        """Make a model and load it. An artifact of the Hub is there before its layers are made.
+
+        Raises:
+            Refused: an artifact that this version does not run, ranks that cut tiles or groups.
+            SourceError: as ``load_weights``.
+        """
+        config = vllm_config.quant_config
+        if isinstance(config, W4PackConfig) and config.source.artifact is None:
+            config.attach(source.of_folder(self._folder(model_config.model, model_config.revision)))
+        return super().load_model(vllm_config=vllm_config, model_config=model_config, **more)
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Fill the model's parameters.
+
+        Raises:
+            SourceError: of an artifact, tensors that are missing, too many, or not as they were written.
+        """
+        self._model, self._config = model, model_config.hf_text_config
+        self._strict = model_config.quantization == METHOD
+        super().load_weights(model, model_config)
+
+    def _get_weights_iterator(self, origin: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield (name, unread tensor); when the engine has asked for all of them, their bytes are moved.
+
+        So whatever the model's code does behind its loop sees tensors that are there.
+        """
+        folder = self._folder(origin.model_or_path, origin.revision, origin.subfolder)
+        tensors, places = transfer.file_tensors(folder)
+        if self._strict:
+            self._check_files(folder)
+        ledger = Ledger(places)
+        for name, tensor in names(tensors, ledger):
+            yield origin.prefix + name, tensor
+        if self._strict:
+            _check_taken(self._model, tensors, ledger, self._config)
+        ledger.execute(self.options.get("threads"))
+
+    def _folder(self, name: str, revision: str | None, subfolder: str | None = None) -> str:
+        """Return the folder of a model, downloaded if need be."""
+        folder: str = self._prepare_weights(name, subfolder, revision, False, None)[0]
+        return folder
+
+    def _check_files(self, folder: str) -> None:
+        """Check the headers once more, of the files that are read: they may have come from the Hub since."""
+        found = source.of_folder(folder)
+        if self.options.get("check_hashes") and found.artifact is not None:
+            hashes.check(found.artifact, set(found.artifact.tensors), self.options.get("threads"))
+
+
+def auto(own: type[Any]) -> type[Any]:
+    """Return what ``--load-format auto`` takes: ours for an artifact, the engine's ``own`` for all else."""
+
+    class AutoModelLoader(own):  # type: ignore[misc]
+        """The engine's own loader, except for artifacts."""
+
+        w4pack = True
+
+        def download_model(self, model_config: Any) -> None:
+            """Download a model."""
+            if model_config.quantization == METHOD:
+                W4PackModelLoader(self.load_config).download_model(model_config)
+            else:
+                super().download_model(model_config)
+
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            """Fill a model's parameters."""
+            if model_config.quantization == METHOD:
+                W4PackModelLoader(self.load_config).load_weights(model, model_config)
+            else:
+                super().load_weights(model, model_config)
+
+        def load_model(self, vllm_config: Any, model_config: Any, **more: Any) -> Any:
+            """Make a model and load it."""
+            how = {"vllm_config": vllm_config, "model_config": model_config, **more}
+            if model_config.quantization == METHOD:
+                return W4PackModelLoader(self.load_config).load_model(**how)
+            return super().load_model(**how)
+
+    return AutoModelLoader
+
+
+def register_loader() -> None:
+    """Register ``--load-format w4pack``, and let ``auto`` choose it for artifacts. May be called again."""
+    known = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
+    if FORMAT not in known:
+        register_model_loader(FORMAT)(W4PackModelLoader)
+    if not getattr(known["auto"], "w4pack", False):
+        known["auto"] = auto(known["auto"])  # not by registering: that warns, though nothing else changes
+
+
+# ---- checks ----------------------------------------------------------------------------------------
+
+
+def _options(given: Any) -> dict[str, Any]:
+    """Return the options of this loader.
+
+    Raises:
+        UsageError: one that it does not know.
+    """
+    for name, value in given.items():
+        if name not in OPTIONS or type(value) is not OPTIONS[name]:
+            raise UsageError(
+                "the loader has no such option",
+                code="loader-option",
+                where=f"--model-loader-extra-config: {name}",
+                expected="threads, a number; check_hashes, true or false",
+                found=repr(value),
+            )
+    return dict(given)
+
+
+def _check_taken(model: nn.Module, tensors: Mapping[str, TensorInfo], ledger: Ledger, config: Any) -> None:
+    """Compare what the engine took with what the file has, and what it filled with what it needs.
+
+    The engine leaves tensors aside without a word where it has no place for them (biases above all).
+
+    Raises:
+        SourceError: lists all tensors that are missing or too many.
+    """
+    problems: list[W4PackError] = []
+    for name, parameter in model.named_parameters():
+        filled = parameter.untyped_storage().data_ptr() in ledger.written
+        if not filled and parameter.numel() > 1:
+            shape = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
+            what = "a tensor of the model is missing in the artifact"
+            problems.append(tensor_error(what, name, shape, None, "missing-tensor"))
+    if get_pp_group().world_size == 1:  # else most tensors are another stage's
+        for name in tensors.keys() - ledger.taken:
+            if not _left_aside(name, config):
+                what = "the artifact has a tensor that the engine has no place for"
+                problems.append(
+                    tensor_error(what, name, "no such tensor", shown(tensors[name]), "extra-tensor")
+                )
+    if problems:
+        raise Refused.together(problems)
+
+
+def _left_aside(name: str, config: Any) -> bool:
+    """Tell whether the engine leaves a tensor aside on purpose: computed, tied, or of a draft layer."""
+    if name.endswith(COMPUTED):
+        return True
+    if getattr(config, "tie_word_embeddings", False) and name.startswith("lm_head."):
+        return True
+    number = re.match(r"(?:.*\.)?layers\.(\d+)\.", name)
+    drafts = getattr(config, "num_nextn_predict_layers", None)
+    return bool(drafts) and number is not None and int(number[1]) >= config.num_hidden_layers
