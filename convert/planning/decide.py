@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from w4pack.convert.core import families
 from w4pack.convert.core.facts import Warning_
-from w4pack.convert.core.patterns import matcher
-from w4pack.convert.errors import Refused, UsageError
+from w4pack.convert.errors import Refused
 from w4pack.convert.planning.contents import biases, carried_settings, is_rounded, scales, tied_head
 from w4pack.convert.planning.decisions import Action, Decisions, DensePlan, LayerPlan, State
 from w4pack.convert.planning.effects import without_effect
@@ -19,6 +18,7 @@ from w4pack.convert.planning.fitting import equalise, expressible, group_sizes, 
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.ordering import orders_of_rows
 from w4pack.convert.planning.padding import pad_for_tp
+from w4pack.convert.planning.quantize_options import named_by
 from w4pack.convert.planning.targets import TARGETS, Target
 from w4pack.convert.source.detect import Source
 
@@ -69,18 +69,7 @@ def _start(source: Source, options: ConvertOptions) -> State:
 def _ignored(state: State) -> None:
     """Leave in 16 bit what the user names. Raises UsageError for a pattern that names nothing."""
     for pattern in state.options.ignore:
-        regular = matcher(pattern.removeprefix("re:")) if pattern.startswith("re:") else None
-        if pattern.startswith("re:") and regular is None:
-            raise UsageError("not a regular expression that can be read", where="--ignore", found=pattern)
-        names = [n for n in state.plans if (regular(n) if regular is not None else n == pattern)]
-        if not names:
-            raise UsageError(
-                "no quantized layer has this name",
-                where="--ignore",
-                expected="a name that `inspect` lists",
-                found=pattern,
-            )
-        for name in names:
+        for name in named_by(pattern, state.plans, "--ignore"):
             state.leave(name, f"named by --ignore {pattern}")
 
 

@@ -13,7 +13,7 @@ from w4pack.convert.planning.targets import Target
 from w4pack.convert.source.detect import Source
 from w4pack.convert.source.layers import SourceLayer
 
-Action = Literal["pack", "dense", "regroup"]
+Action = Literal["pack", "dense", "regroup", "quantize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class LayerPlan:
     """What becomes of one quantized linear.
 
     source     its name in the source; ``name`` in the output (experts may be spelled differently)
-    action     pack: codes move; dense: dequantized, one rounding; regroup: re-quantized without order, lossy
+    action     pack: codes move; dense: dequantized, one rounding; regroup: re-quantized without order, lossy;
+               quantize: 16-bit weights get codes
     scheme     of the output; for ``dense`` the bits describe the source
     rows       natural, or sorted by the layer's own group map
     cols_from  source name of the down projection whose sorting the output columns follow, or None
@@ -72,7 +73,7 @@ class Decisions:
     layers: tuple[LayerPlan, ...]
     dense: tuple[DensePlan, ...]
     dropped: tuple[str, ...]
-    config_changes: Mapping[str, int]
+    config_changes: Mapping[str, Any]
     warnings: tuple[Warning_, ...]
     lossless: bool
 

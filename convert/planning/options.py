@@ -5,6 +5,7 @@ from typing import Any
 
 from w4pack.convert.core.dtypes import TAG_OF_NAME
 from w4pack.convert.errors import UsageError
+from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.convert.planning.record import from_plain, to_plain
 from w4pack.convert.planning.targets import TARGETS
 
@@ -13,6 +14,8 @@ MIN_SHARD = 1_000
 HUB_FILE_LIMIT = 50_000_000_000  # bytes a single file may have on the Hub
 SOURCE_FORMATS = ("gptq", "gptq_v2")
 ZERO_READINGS = ("word", "nibble")
+ROTATIONS = ("none", "offline", "full")
+MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class ConvertOptions:
     source_format: str | None = None
     ignore_key: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    rotate: str = "none"
+    tp: int | None = None
+    seed: int = 0
+    quantize: QuantizeOptions | None = None
 
     def check(self) -> None:
         """Raise UsageError for values that make no sense, alone or together."""
@@ -47,6 +54,8 @@ class ConvertOptions:
                 "no such dtype", where="--dtype", expected=", ".join(TAG_OF_NAME), found=self.dtype
             )
         self._check_dense()
+        self._check_rotate()
+        self._check_quantize()
         if self.max_shard_size < MIN_SHARD:
             raise UsageError(
                 "shards would be too small",
@@ -89,6 +98,74 @@ class ConvertOptions:
                 raise UsageError(
                     f"`{option}` has no meaning with `--to dense`: nothing stays packed", where=option
                 )
+
+    def _check_rotate(self) -> None:
+        """Raise UsageError for options that a rotation cannot use, or that need one."""
+        if self.rotate not in ROTATIONS:
+            raise UsageError(
+                "no such rotation", where="--rotate", expected=", ".join(ROTATIONS), found=self.rotate
+            )
+        if not 0 <= self.seed <= MAX_SEED:
+            raise UsageError(
+                "no such seed", where="--seed", expected=f"0 to {MAX_SEED}", found=str(self.seed)
+            )
+        if self.tp is not None and self.rotate != "full":
+            raise UsageError(
+                "`--tp` cuts online transforms, which only `--rotate full` has",
+                where="--tp",
+                found=f"--rotate {self.rotate}",
+            )
+        if self.tp is not None and not 1 <= self.tp <= 1024:
+            raise UsageError(
+                "no such number of ranks", where="--tp", expected="1 to 1024", found=str(self.tp)
+            )
+        if self.rotate == "none":
+            if self.seed and self.quantize is None:
+                raise UsageError("`--seed` has no meaning without `--rotate` or `--quantize`", where="--seed")
+            return
+        if self.to != "dense" and self.quantize is None:
+            raise UsageError(
+                "a rotated model has 16-bit weights, which this target cannot hold",
+                where="--rotate",
+                expected="--to dense",
+                found=f"--to {self.to}",
+            )
+        packed_only = {
+            "--pad-for-tp": self.pad_for_tp,
+            "--round-scales": self.round_scales,
+            "--zero-reading": self.zero_reading,
+            "--source-format": self.source_format,
+            "--ignore-key": self.ignore_key,
+        }
+        for option, given in packed_only.items():
+            if given:
+                what = f"`{option}` has no meaning with `--rotate`: the source has no packed layers"
+                raise UsageError(what, where=option)
+
+    def _check_quantize(self) -> None:
+        """Raise UsageError for options that quantization cannot use, and for values that make no sense."""
+        if self.quantize is None:
+            return
+        self.quantize.check()
+        if self.to == "dense":
+            raise UsageError(
+                "`--to dense` has 16-bit weights: nothing is quantized",
+                where="--quantize",
+                found="--to dense",
+            )
+        packed_only = {
+            "--regroup": self.regroup,
+            "--widen": self.widen,
+            "--fold-act-order": self.fold_act_order,
+            "--pad-for-tp": self.pad_for_tp,
+            "--round-scales": self.round_scales,
+            "--zero-reading": self.zero_reading,
+            "--source-format": self.source_format,
+        }
+        for option, given in packed_only.items():
+            if given:
+                what = f"`{option}` has no meaning with `--quantize`: the source has no packed layers"
+                raise UsageError(what, where=option)
 
     def chosen(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, and the target: what the manifest records."""

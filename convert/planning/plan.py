@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from w4pack import __version__
 from w4pack.convert import dialects, formats
@@ -23,6 +23,7 @@ from w4pack.convert.planning.decide import decide
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.record import from_plain, to_plain
+from w4pack.convert.planning.rotation import decide_rotation
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import Source
 
@@ -54,13 +55,14 @@ class OutTensor:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One step: ``copy`` a tensor's bytes, rebuild a ``dense`` tensor, write ``zeros``, or make a ``layer``.
+    """One step: ``copy`` a tensor's bytes, rebuild a ``dense`` tensor, write ``zeros``, make a ``layer``, or
+    make a tensor of the ``rotated`` model.
 
-    source   name of a tensor (copy, dense) or of a module (layer)
+    source   name of a tensor (copy, dense), of a module (layer), or of the tensor itself (rotated)
     outputs  names of the tensors it makes
     """
 
-    kind: Literal["copy", "dense", "zeros", "layer"]
+    kind: Literal["copy", "dense", "zeros", "layer", "rotated"]
     source: str
     outputs: tuple[str, ...]
 
@@ -83,6 +85,8 @@ class Plan:
     origin          Hub id and revision, or None for a folder (a local path is never recorded)
     quant_config    the block that replaces the source's, or None
     config_changes  other top-level keys of config.json that change
+    rotation        the rotations of the weights, with their digests; None: they are not rotated
+    quantization    what decides the codes beside the options (calibration, device); None: none are chosen
     """
 
     version: str
@@ -99,6 +103,8 @@ class Plan:
     ops: tuple[Op, ...]
     lossless: bool
     source_bytes: int
+    rotation: Mapping[str, Any] | None = None
+    quantization: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -162,7 +168,11 @@ def make_plan(
 ) -> tuple[Plan, tuple[Warning_, ...]]:
     """Plan a conversion. Returns the plan and every warning. Raises the refusals, all of them at once."""
     options.check()
-    decisions = decide(source, options)
+    rotation, made = None, cast("Mapping[str, str]", {})
+    if options.rotate == "none":
+        decisions = decide(source, options)
+    else:
+        decisions, rotation, made = decide_rotation(source, options)
     target = TARGETS[options.to]
     tensors: list[TensorInfo] = []
     groups: dict[str, str] = {}
@@ -170,6 +180,10 @@ def make_plan(
     infos = source.checkpoint.tensors
     for dense in decisions.dense:
         info = infos[dense.source]
+        if dense.name in made:
+            tensors.append(tensorfile.new_tensor(dense.name, made[dense.name], dense.shape))
+            ops.append(Op("rotated", dense.name, (dense.name,)))
+            continue
         tensors.append(tensorfile.new_tensor(dense.name, info.dtype, dense.shape))
         kind: Literal["copy", "dense"] = "copy" if dense.is_copy and dense.shape == info.shape else "dense"
         ops.append(Op(kind, dense.source, (dense.name,)))
@@ -198,11 +212,12 @@ def make_plan(
         dense=decisions.dense,
         dropped=decisions.dropped,
         config_changes=_config_changes(source, options, decisions.config_changes),
-        quant_config=_quant_config(source, decisions.layers, decisions.dense, options),
+        quant_config=target_settings(decisions.layers, decisions.dense, options, _carried(source, options)),
         tensors=tuple(placed),
         ops=tuple(ops),
         lossless=decisions.lossless,
         source_bytes=sum(t.nbytes for t in infos.values()),
+        rotation=None if rotation is None else rotation.to_json(),
     )
     ranks = options.pad_for_tp
     limits = () if ranks is None else padding.uncut(ranks, planned_facts(source, plan))
@@ -220,7 +235,7 @@ def dense_tag(source: Source, layer: LayerPlan, options: ConvertOptions) -> str:
     return layer.scheme.scale_dtype
 
 
-def _config_changes(source: Source, options: ConvertOptions, sizes: Mapping[str, int]) -> dict[str, Any]:
+def _config_changes(source: Source, options: ConvertOptions, sizes: Mapping[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = dict(sizes)
     if options.to == "dense" and options.dtype is not None:
         for key in ("dtype", "torch_dtype"):
@@ -239,9 +254,20 @@ def stored_size(layout: str, scheme: QuantScheme) -> tuple[int, int]:
     return pad(scheme.in_features), pad(scheme.out_features)
 
 
-def _quant_config(
-    source: Source, layers: tuple[LayerPlan, ...], dense: tuple[DensePlan, ...], options: ConvertOptions
+def _carried(source: Source, options: ConvertOptions) -> Mapping[str, Any]:
+    """Return the settings that a target of the source's own dialect takes over."""
+    if source.claims is None or source.claims.method != TARGETS[options.to].dialect:
+        return {}
+    return source.claims.carried or {}
+
+
+def target_settings(
+    layers: tuple[LayerPlan, ...],
+    dense: tuple[DensePlan, ...],
+    options: ConvertOptions,
+    carried: Mapping[str, Any],
 ) -> dict[str, Any] | None:
+    """Return the ``quantization_config`` of the output, None for a target without one."""
     target = TARGETS[options.to]
     if target.layout is None or target.dialect is None:
         return None
@@ -255,8 +281,6 @@ def _quant_config(
     padded = {
         n: size for n, size in stored.items() if size != (packed[n].in_features, packed[n].out_features)
     }
-    same = source.claims is not None and source.claims.method == target.dialect
-    carried = (source.claims.carried or {}) if same and source.claims else {}
     model = dialects.TargetModel(packed, tuple(sorted({*left, *linears})), padded, carried, __version__)
     dialect = dialects.get(target.dialect)
     block: dict[str, Any] = (
@@ -285,11 +309,14 @@ def output_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 def planned_facts(source: Source, plan: Plan) -> ModelFacts:
     """Describe the output as if it lay in a folder: engine rules are applied to it before it is written."""
+    return facts_of(source.config, plan)
+
+
+def facts_of(config: Mapping[str, Any], plan: Plan) -> ModelFacts:
+    """Describe the output of a plan; ``config``: the source's config.json."""
     target = TARGETS[plan.target]
-    layers, dense = (
-        [],
-        [DenseFacts(d.name, source.checkpoint.tensors[d.source].dtype, d.shape) for d in plan.dense],
-    )
+    stored_as = {t.name: t.dtype for t in plan.tensors}
+    layers, dense = [], [DenseFacts(d.name, stored_as[d.name], d.shape) for d in plan.dense]
     biases = {d.name for d in plan.dense if d.name.endswith(".bias")}
     for p in plan.layers:
         if p.action == "dense" or target.layout is None:
@@ -318,7 +345,7 @@ def planned_facts(source: Source, plan: Plan) -> ModelFacts:
         )
     files = ("config.json", *sorted({t.shard for t in plan.tensors}))
     return ModelFacts(
-        config=output_config(source.config, plan),
+        config=output_config(config, plan),
         quant_config=plan.quant_config,
         quant_file="config.json" if plan.quant_config else None,
         layers=tuple(layers),

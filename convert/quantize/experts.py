@@ -28,7 +28,7 @@ class Expert(nn.Module):
 class SplitExperts(nn.ModuleList):
     """All experts of a layer, called as the fused ones are.
 
-    seen  tokens that each expert has got, a list of E counts
+    tokens  tokens that each expert has got, a list of E counts
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class SplitExperts(nn.ModuleList):
     ) -> None:
         super().__init__([Expert(hidden, inner) for _ in range(count)])
         self.act_fn = act_fn
-        self.seen = [0] * count
+        self.tokens = [0] * count
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -47,7 +47,7 @@ class SplitExperts(nn.ModuleList):
             token, choice = torch.where(top_k_index == number)
             if not token.numel():
                 continue
-            self.seen[number] += token.numel()
+            self.tokens[number] += token.numel()
             x = hidden_states[token]
             y = expert.down_proj(self.act_fn(expert.gate_proj(x)) * expert.up_proj(x))
             y = y * top_k_weights[token, choice, None]

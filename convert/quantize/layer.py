@@ -25,7 +25,7 @@ SAMPLE = 128  # inputs that errors are measured with
 STAGE_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # of Hessians that exist at a time
 
 
-class _Arrived(Exception):  # noqa: N818 - not an error: what a layer is run for has been seen
+class _Arrived(Exception):
     """Ends a run of a layer."""
 
 

@@ -16,7 +16,7 @@ from w4pack.convert.core import bitpack
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import W4PackError
-from w4pack.convert.quantize import grids, gptq
+from w4pack.convert.quantize import gptq, grids
 from w4pack.convert.quantize.grids import Grid
 from w4pack.convert.quantize.hessian import Statistics
 from w4pack.convert.quantize.settings import Settings

@@ -1,0 +1,263 @@
+"""The plan of a 16-bit checkpoint that becomes a quantized one.
+
+Made from names and headers alone: which linears there are, what scheme each gets, what stays and why.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from w4pack import __version__
+from w4pack.convert import formats
+from w4pack.convert.core import families
+from w4pack.convert.core.facts import Warning_
+from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
+from w4pack.convert.errors import Refused, W4PackError
+from w4pack.convert.files import tensorfile
+from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
+from w4pack.convert.planning.decisions import DensePlan, LayerPlan
+from w4pack.convert.planning.options import ConvertOptions
+from w4pack.convert.planning.plan import Op, OutTensor, Plan, SourceFile, layer_specs, target_settings
+from w4pack.convert.planning.quantize_options import QuantizeOptions, named_by, read_rule
+from w4pack.convert.planning.targets import TARGETS, Target
+
+LEFT = 16  # bits of a linear that is left as it is
+FLOATS = ("F16", "BF16", "F32")
+DECODER = re.compile(r"(?P<prefix>.*\.(?:layers|h|blocks)\.(?P<index>\d+)\.)(?P<rest>.+)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """What is quantized: names and headers of a 16-bit model, rotated or not.
+
+    config          config.json of the source
+    config_changes  top-level keys that the output changes, e.g. a head that is no longer tied
+    infos           tensor name -> header
+    source_bytes    of all tensors of the source
+    rotation        what the plan records of a rotation, or None
+    """
+
+    config: Mapping[str, Any]
+    config_changes: Mapping[str, Any]
+    infos: Mapping[str, TensorInfo]
+    source_bytes: int
+    rotation: Mapping[str, Any] | None = None
+
+
+def linears_of(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the linears of the decoder layers by module name, routers left out."""
+    found = {}
+    for name, info in infos.items():
+        match = DECODER.fullmatch(name)
+        if match is None or len(info.shape) != 2 or info.dtype not in FLOATS:
+            continue
+        module = name.removesuffix(".weight")
+        if families.role(module) in ("column", "row", "replicated") and not families.is_router(module):
+            found[module] = info
+    return found
+
+
+def layer_index(module: str) -> int:
+    """Return the number of the decoder layer that a linear belongs to."""
+    match = DECODER.fullmatch(f"{module}.weight")
+    if match is None:
+        raise ValueError(f"{module} lies in no decoder layer")
+    return int(match["index"])
+
+
+def plan_quantization(
+    model: ModelTensors,
+    options: ConvertOptions,
+    *,
+    origin: Mapping[str, str] | None,
+    files: tuple[SourceFile, ...],
+    record: Mapping[str, Any],
+    schemes: Mapping[str, QuantScheme] | None = None,
+) -> tuple[Plan, tuple[Warning_, ...]]:
+    """Plan the quantization of a model.
+
+    record   what decides bytes beside the options: calibration tokens, device
+    schemes  module name -> scheme, where they were chosen by measurement (``bpw``)
+
+    Raises Refused for a target that cannot hold the scheme, all problems at once; UsageError for patterns
+    that name nothing.
+    """
+    settings, target = options.quantize, TARGETS[options.to]
+    if settings is None or target.layout is None:
+        raise ValueError("quantization needs options and a target with a layout")
+    layers = _layers(model, options, settings, target, schemes or {})
+    packed = {layer.source for layer in layers if layer.action != "dense"}
+    renamed = _renamer(model.config)
+    dense = tuple(
+        DensePlan(name, renamed(name), info.shape)
+        for name, info in model.infos.items()
+        if name.removesuffix(".weight") not in packed or not name.endswith(".weight")
+    )
+    tensors: list[TensorInfo] = []
+    groups: dict[str, str] = {}
+    ops: list[Op] = []
+    for item in dense:
+        tensors.append(tensorfile.new_tensor(item.name, model.infos[item.source].dtype, item.shape))
+        ops.append(Op("copy", item.source, (item.name,)))
+    kept = tuple(layer for layer in layers if layer.action != "dense")
+    for layer in kept:
+        names = []
+        for suffix, (dtype, shape) in layer_specs(layer, target.layout, "").items():
+            names.append(f"{layer.name}.{suffix}")
+            tensors.append(tensorfile.new_tensor(names[-1], dtype, shape))
+        groups.update(dict.fromkeys([*names, f"{layer.name}.bias"], layer.name))
+        ops.append(Op("layer", layer.source, tuple(names)))
+    shards = tensorfile.plan_shards(tensors, options.max_shard_size, groups)
+    placed = tuple(
+        OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors
+    )
+    plan = Plan(
+        version=__version__,
+        target=options.to,
+        options=options.chosen(),
+        origin=origin,
+        files=files,
+        layers=kept,
+        dense=dense,
+        dropped=(),
+        config_changes=model.config_changes,
+        quant_config=target_settings(kept, dense, options, {}),
+        tensors=placed,
+        ops=tuple(ops),
+        lossless=False,
+        source_bytes=model.source_bytes,
+        rotation=model.rotation,
+        quantization={
+            **record,
+            "bits_per_weight": round(bits_per_weight(kept, target.layout), 4),
+            "left_in_16_bit": {layer.name: layer.reason for layer in layers if layer.action == "dense"},
+        },
+    )
+    return plan, ()
+
+
+def _renamer(config: Mapping[str, Any]) -> Callable[[str], str]:
+    classes = families.architectures(config)
+    return lambda name: families.rename_experts(classes, name)
+
+
+def bits_per_weight(layers: Iterable[LayerPlan], layout: str) -> float:
+    """Return the bits that quantized linears take for each of their weights, scales and zeros included."""
+    total = weights = 0
+    for layer in layers:
+        specs = formats.get(layout).specs(layer.scheme)
+        total += sum(tensor_nbytes(dtype, shape) for dtype, shape in specs.values())
+        weights += layer.scheme.in_features * layer.scheme.out_features
+    return total * 8 / max(weights, 1)
+
+
+# ---- the scheme of each linear -------------------------------------------------------------------------
+
+
+def _layers(
+    model: ModelTensors,
+    options: ConvertOptions,
+    settings: QuantizeOptions,
+    target: Target,
+    chosen: Mapping[str, QuantScheme],
+) -> list[LayerPlan]:
+    linears = linears_of(model.infos)
+    if not linears:
+        raise Refused(
+            "nothing to quantize: no linear of a decoder layer was found",
+            code="nothing-to-convert",
+            expected="2-D weights such as `model.layers.0.self_attn.q_proj.weight` in 16 bit",
+            found=f"{len(model.infos)} tensors",
+        )
+    bits, reasons = _bits_of(linears, options, settings)
+    renamed = _renamer(model.config)
+    problems: list[W4PackError] = []
+    plans: list[LayerPlan] = []
+    for name, info in linears.items():
+        scheme = chosen.get(name) or _scheme(info, bits.get(name, settings.bits), settings, target)
+        plan = LayerPlan(name, renamed(name), "quantize", scheme)
+        reason = reasons.get(name)
+        if reason is None:
+            obstacle = formats.get(target.layout or "").limits(scheme)
+            if obstacle is not None and obstacle.is_shape:
+                reason = f"{obstacle.rule}: {obstacle.found}"
+            elif obstacle is not None:
+                problems.append(_cannot_hold(name, obstacle, target))
+        plans.append(plan if reason is None else replace(plan, action="dense", reason=reason))
+    plans = _one_scheme(plans, target, problems)
+    if problems:
+        raise Refused.together(problems)
+    if all(p.action == "dense" for p in plans):
+        raise Refused(
+            f"no linear can be quantized to {target.name}",
+            code="nothing-packed",
+            where=plans[0].name,
+            found=plans[0].reason,
+        )
+    return plans
+
+
+def _bits_of(
+    linears: Mapping[str, TensorInfo], options: ConvertOptions, settings: QuantizeOptions
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Return bits by name where a rule says them, and the reason for every linear that stays as it is."""
+    bits: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    for rule in settings.module_bits:
+        pattern, value = read_rule(rule)
+        for name in named_by(pattern, linears, "--module-bits"):
+            if value == LEFT:
+                reasons[name] = f"named by --module-bits {rule}"
+            else:
+                bits[name] = value
+    for pattern in options.ignore:
+        for name in named_by(pattern, linears, "--ignore"):
+            reasons[name] = f"named by --ignore {pattern}"
+    return bits, reasons
+
+
+def scale_dtype(info: TensorInfo, target: Target) -> str:
+    """Return the tag under which a linear's scales are stored: the weights' own where the target takes it."""
+    return info.dtype if info.dtype in target.scale_dtypes else target.scale_dtypes[0]
+
+
+def _scheme(info: TensorInfo, bits: int, settings: QuantizeOptions, target: Target) -> QuantScheme:
+    outs, ins = info.shape
+    size = settings.group_size
+    if size != ONE_GROUP and ins % size and not target.ragged:
+        size = next((s for s in (128, 64, 32) if s < size and ins % s == 0), size)
+    return QuantScheme(bits, size, settings.sym, False, ins, outs, scale_dtype(info, target))
+
+
+def _one_scheme(plans: list[LayerPlan], target: Target, problems: list[W4PackError]) -> list[LayerPlan]:
+    """Give all linears the smallest group size of any, for targets that know one scheme for all."""
+    packed = [p for p in plans if p.action != "dense"]
+    if not target.one_scheme or len({(p.scheme.bits, p.scheme.group_size) for p in packed}) < 2:
+        return plans
+    if len({p.scheme.bits for p in packed}) > 1:
+        problems.append(
+            Refused(
+                f"{target.name} has one width for all linears",
+                code="target-cannot-carry",
+                where=packed[0].name,
+                hint="`--to marlin`, `--to gptq` and `--to compressed-tensors` carry several",
+            )
+        )
+        return plans
+    least = min(p.scheme.group_size for p in packed if p.scheme.group_size != ONE_GROUP)
+    return [
+        replace(p, scheme=replace(p.scheme, group_size=least)) if p.action != "dense" else p for p in plans
+    ]
+
+
+def _cannot_hold(name: str, obstacle: formats.Obstacle, target: Target) -> Refused:
+    others = " or ".join(f"`--to {t}`" for t in obstacle.targets if t != target.name)
+    return Refused(
+        obstacle.rule,
+        code="target-cannot-carry",
+        where=name,
+        expected=obstacle.expected,
+        found=obstacle.found,
+        hint=f"{others} can" if others else None,
+    )

@@ -1,0 +1,155 @@
+"""A model on its way through quantization: layer after layer, each in memory alone.
+
+Driven by a job that knows files; here are only tensors.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.errors import Refused
+from w4pack.convert.files.provider import Provider
+from w4pack.convert.quantize.evaluation import divergence
+from w4pack.convert.quantize.experts import SplitExperts
+from w4pack.convert.quantize.layer import LayerWork
+from w4pack.convert.quantize.linears import Quantized
+from w4pack.convert.quantize.settings import Settings
+from w4pack.convert.quantize.skeleton import Skeleton, build
+from w4pack.convert.quantize.stream import Stream, batches_of
+
+BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # in one run of a layer
+WITNESS = 512  # tokens that also go through the source model, to see in the end what quantization did
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is known at the end. kl: mean over the witness tokens of KL(source, quantized), nats."""
+
+    kl: float
+    tokens: int
+
+
+def compute_dtype(device: torch.device, provider: Provider, module: str) -> torch.dtype:
+    """Return the dtype of arithmetic: float32 on the CPU, elsewhere that of the weights."""
+    if device.type == "cpu":
+        return torch.float32
+    tag = provider.info(f"{module}.weight").dtype
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(tag, torch.float32)
+
+
+class ModelRun:
+    """Quantizes the decoder layers of a model in order.
+
+    schemes  module name of the checkpoint -> scheme
+    windows  calibration tokens (W, L)
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        provider: Provider,
+        schemes: Mapping[str, QuantScheme],
+        windows: torch.Tensor,
+        settings: Settings,
+        device: torch.device,
+    ) -> None:
+        dtype = compute_dtype(device, provider, next(iter(schemes)))
+        self.skeleton = build(config, provider, device, dtype)
+        self.settings = settings
+        self.schemes = schemes
+        self.paths = self._places()
+        per_batch = max(1, BATCH_TOKENS["cpu" if device.type == "cpu" else "cuda"] // windows.shape[1])
+        self.skeleton.fill_outside(head=True)
+        self.stream = self._started(batches_of(windows, per_batch))
+        self.source = self._started(batches_of(windows, per_batch)) if settings.strength > 0 else None
+        few = windows[:1, :WITNESS]
+        self.witness = self._started([few]), self._started([few])
+        self.experts: dict[str, list[int]] = {}
+
+    def _started(self, batches: list[torch.Tensor]) -> Stream:
+        stream = Stream(self.skeleton, batches)
+        stream.begin()
+        return stream
+
+    def _places(self) -> dict[str, str]:
+        """Return module path -> checkpoint's module name of every linear. Raises Refused for one without."""
+        path_of = {name: path for path, name in self.skeleton.names.items()}
+        places = {}
+        for name in self.schemes:
+            path = path_of[f"{name}.weight"].removesuffix(".weight")
+            try:
+                found = self.skeleton.model.get_submodule(path)
+            except AttributeError:
+                found = None
+            if not isinstance(found, nn.Linear) or not path.startswith(self.skeleton.path + "."):
+                raise Refused(
+                    "a matrix is no linear of a decoder layer in this model's class",
+                    code="model-unknown",
+                    where=f"{name}.weight",
+                    found="no such module" if found is None else type(found).__name__,
+                    hint=f"`--ignore {name}` leaves it in 16 bit",
+                )
+            places[path] = name
+        return places
+
+    def layer_of(self, name: str) -> int:
+        """Return the decoder layer that a linear, by its checkpoint name, belongs to."""
+        path = next(path for path, own in self.paths.items() if own == name)
+        return int(path.removeprefix(self.skeleton.path + ".").partition(".")[0])
+
+    def below(self, index: int) -> dict[str, str]:
+        """Return path below the layer -> checkpoint name, for the linears of one layer."""
+        prefix = self.skeleton.prefix(index)
+        return {p.removeprefix(prefix): n for p, n in self.paths.items() if p.startswith(prefix)}
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.skeleton.layers)
+
+    def quantize(self, index: int) -> dict[str, Quantized]:
+        """Quantize a layer and send everything through it. Returns checkpoint name -> codes."""
+        layer, places = self.skeleton.layers[index], self.below(index)
+        self.skeleton.fill(layer, self.skeleton.prefix(index))
+        self.witness[0].advance(layer, index)
+        source = None if self.source is None else (copy.deepcopy(layer), self.source)
+        schemes = {path: self.schemes[name] for path, name in places.items()}
+        made = LayerWork(layer, index, schemes, self.settings, source).run(self.stream)
+        self._count_experts(index, layer)
+        self.witness[1].advance(layer, index)
+        self.skeleton.empty(layer)
+        return {places[path]: codes for path, codes in made.items()}
+
+    def repeat(self, index: int, weights: Callable[[str], torch.Tensor]) -> None:
+        """Send everything through a layer that an earlier run has quantized.
+
+        ``weights(name)`` gives the weights (N, K) float32 that a linear's codes stand for.
+        """
+        layer, prefix = self.skeleton.layers[index], self.skeleton.prefix(index)
+        self.skeleton.fill(layer, prefix)
+        self.witness[0].advance(layer, index)
+        if self.source is not None:
+            self.source.advance(layer, index)
+        for path, name in self.below(index).items():
+            found = layer.get_submodule(path)
+            assert isinstance(found, nn.Linear)
+            found.weight.data.copy_(weights(name))
+        self.stream.advance(layer, index)
+        self.witness[1].advance(layer, index)
+        self.skeleton.empty(layer)
+
+    def _count_experts(self, index: int, layer: nn.Module) -> None:
+        for path, module in layer.named_modules():
+            if isinstance(module, SplitExperts):
+                self.experts[f"{self.skeleton.prefix(index)}{path}"] = list(module.tokens)
+
+    def outcome(self) -> Outcome:
+        """Compare the logits of the witness tokens, after the last layer."""
+        before, after = self.witness
+        kl = divergence(before.logits(0), after.logits(0))
+        return Outcome(float(kl.mean()), kl.numel())
