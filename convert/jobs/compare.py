@@ -64,6 +64,7 @@ class Comparison:
         self.layers = {layer.name: layer for layer in source.layers}
         self.made = {layer.name: layer for layer in output.layers}
         self.layout = TARGETS[plan.target].layout
+        self.planned = {t.name: t for t in plan.tensors}
 
     def run(self, threads: int) -> tuple[int, list[Failure]]:
         """Return (tensors compared, failures)."""
@@ -83,11 +84,10 @@ class Comparison:
         with ThreadPoolExecutor(workers) as pool:
             for found in pool.map(one, self.plan.ops):
                 failures += found
-        planned = {t.name for t in self.plan.tensors}
         failures += [
             Failure(n, "extra", "no such tensor", "a tensor that the source does not give")
             for n in self.output.checkpoint.tensors
-            if n not in planned
+            if n not in self.planned
         ]
         return sum(len(op.outputs) for op in self.plan.ops), failures
 
@@ -113,7 +113,7 @@ class Comparison:
 
     def _rotated(self, name: str) -> list[Failure]:
         """Make a tensor of the rotated model again."""
-        planned = next(t for t in self.plan.tensors if t.name == name)
+        planned = self.planned[name]
         made = self.output.checkpoint.tensors[name]
         if (made.dtype, made.shape) != (planned.dtype, planned.shape):
             wanted = f"{planned.dtype} {list(planned.shape)}"

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from w4pack.convert.core import dtypes
 from w4pack.convert.errors import W4PackError
+from w4pack.convert.events import Reporter
 from w4pack.convert.files.provider import CheckpointProvider, torch_dtype
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.planning.options import ConvertOptions
@@ -29,14 +30,27 @@ def rotated_model(source: Source, plan: Plan) -> "Rotated":
     try:
         from w4pack.convert.rotate.rotated import Rotated
     except ImportError as err:
-        raise W4PackError(
-            "rotating a model needs torch",
-            code="extra-missing",
-            found=str(err).partition("\n")[0],
-            hint="pip install 'w4pack[quantize]'",
-        ) from err
+        raise _missing(err) from err
     options = ConvertOptions.from_chosen(dict(plan.options))
     return Rotated(CheckpointProvider(source.checkpoint), rotation_of(source, options))
+
+
+def check(source: Source, options: ConvertOptions, reporter: Reporter) -> None:
+    """Hold the rotated model against its source before anything is written. Raises W4PackError."""
+    try:
+        from w4pack.convert.jobs.gate import check_rotation
+    except ImportError as err:
+        raise _missing(err) from err
+    check_rotation(source, options, reporter)
+
+
+def _missing(err: ImportError) -> W4PackError:
+    return W4PackError(
+        "rotating a model needs torch",
+        code="extra-missing",
+        found=str(err).partition("\n")[0],
+        hint="pip install 'w4pack[quantize]'",
+    )
 
 
 @contextmanager

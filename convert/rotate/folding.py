@@ -96,7 +96,7 @@ class Folding:
     def across_heads(self, layer: Layer, heads: Rotation, size: int) -> None:
         """Let the reader of the attention output undo a transform across heads that runs online."""
         for out in layer.attention.writers:
-            self._add(f"{out}.weight", Turn(1, heads, stride=heads.n * size, apart=size))
+            self._add(f"{out}.weight", Turn(1, heads, stride=heads.n * size, apart=size, online=True))
 
     def latent(self, layer: Layer, latent: Latent, rotation: Rotation) -> None:
         """Rotate a latent vector between its two linears; the norm between them gives up its gain."""
@@ -125,7 +125,7 @@ class Folding:
     def columns(self, module: str, rotation: Rotation) -> None:
         """Rotate the columns of a linear whose input is rotated at run time."""
         self._check(f"{module}.weight", 1, rotation.n)
-        self._add(f"{module}.weight", whole(1, rotation))
+        self._add(f"{module}.weight", whole(1, rotation, online=True))
 
     def _add(self, tensor: str, *steps: Step) -> None:
         self.steps.setdefault(tensor, []).extend(steps)

@@ -179,7 +179,7 @@ class _Planner:
         """Where the stream cannot be rotated for good: a transform in front of each reader, gain first."""
         if self.r1 is not None:
             return
-        rotation = self._fixed("r1", self._hidden(), 1, "residual_read")
+        rotation = self._fixed("r1_online", self._hidden(), 1, "residual_read")
         if rotation is None:
             return
         for layer in self.model.layers:

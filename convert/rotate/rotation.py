@@ -25,7 +25,8 @@ class Rotation:
     """One orthogonal matrix.
 
     kind     ``r1`` residual stream, ``r2`` value heads, ``r3`` q and k, ``r4`` MLP, ``heads`` across heads,
-             ``q_latent``, ``kv_latent``, ``nope`` of low-rank attention
+             ``q_latent``, ``kv_latent``, ``nope`` of low-rank attention; ``r1_online`` in front of readers of
+             a stream that cannot be rotated itself
     layer    index of the decoder layer, or -1 for the whole model
     n        length of the vectors
     block    order of the Hadamard matrix; n / block copies of it stand on the diagonal

@@ -33,6 +33,7 @@ class Turn:
     count   number of vectors
     offset  of the vector in its stride
     apart   elements between two neighbours of a vector: 1, or the head size for a rotation across heads
+    online  the other half runs in front of the linear, at run time
     """
 
     axis: int
@@ -42,6 +43,7 @@ class Turn:
     count: int = 1
     offset: int = 0
     apart: int = 1
+    online: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +71,9 @@ class Fill:
 Step = Gain | Center | Turn | Shift | Divide | Fill
 
 
-def whole(axis: int, rotation: Rotation) -> Turn:
+def whole(axis: int, rotation: Rotation, *, online: bool = False) -> Turn:
     """Return the step that rotates the whole axis as one vector."""
-    return Turn(axis, rotation, stride=rotation.n)
+    return Turn(axis, rotation, stride=rotation.n, online=online)
 
 
 def row_axes(steps: tuple[Step, ...]) -> set[int]:
