@@ -62,6 +62,10 @@ def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
+def _number(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else int(value)
+
+
 hub_options = _options(
     click.option("--revision", help="Branch, tag or commit of a Hub source."),
     click.option("--cache-dir", help="Folder for downloads, in place of the Hub client's own cache."),
@@ -84,6 +88,44 @@ running_options = _options(
     click.option(
         "--strict", is_flag=True, help="Record sha256 of the whole source; a resumed run checks it."
     ),
+)
+quantize_options = _options(
+    click.option(
+        "--quantize",
+        type=click.Choice(["gptq", "rtn"]),
+        help="Quantize a 16-bit model. gptq: with calibration text; rtn: round to nearest, without.",
+    ),
+    click.option(
+        "--gptaq/--no-gptaq",
+        default=None,
+        help="With gptq: also make up for what the layers before have lost. On by default; twice the time.",
+    ),
+    click.option("--bits", type=click.Choice(["4", "8"]), callback=_number, help="Of a code; 4 by default."),
+    click.option(
+        "--group-size",
+        type=click.Choice(["-1", "32", "64", "128"]),
+        callback=_number,
+        help="Inputs that share a scale; -1: all; 128 by default.",
+    ),
+    click.option("--sym/--asym", default=None, help="Without or with zero points; --sym by default."),
+    click.option(
+        "--module-bits",
+        multiple=True,
+        metavar="PATTERN=BITS",
+        help="Other bits (4, 8, 16) for some linears: a full name, or re: and an expression. Repeatable.",
+    ),
+    click.option("--bpw", type=float, help="Bits per weight to meet: a scheme is chosen for each linear."),
+    click.option(
+        "--calibration",
+        type=click.Path(),
+        help="Text file, or JSONL with a `text` a line; a built-in sample by default.",
+    ),
+    click.option("--samples", type=click.IntRange(1), help="Windows of text; 128 by default."),
+    click.option("--seqlen", type=click.IntRange(2), help="Tokens of a window; 2048 by default."),
+    click.option(
+        "--damp", type=float, help="Damping, a share of the Hessian's mean diagonal; 0.01 by default."
+    ),
+    click.option("--device", help="Where quantization computes: cpu (default), cuda or cuda:1."),
 )
 thorough_option = click.option("--thorough", is_flag=True, help="Read every deciding tensor, not a sample.")
 
@@ -220,8 +262,13 @@ def root() -> None:
     help="Tensor parallelism that the online transforms of --rotate full must not cross.",
 )
 @click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the signs of rotations."
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Of the signs of rotations, and of the part of the text that calibrates.",
 )
+@quantize_options
 @click.option("--dry-run", is_flag=True, help="Stop after the plan.")
 @click.option(
     "--verify", "verify_after", is_flag=True, help="Read OUT back and compare it with SRC at the end."
@@ -237,6 +284,7 @@ def convert(**given: Any) -> None:
     \b
     w4pack convert ./llama-gptq ./llama-marlin
     w4pack convert ORG/NAME ./out --to compressed-tensors --dry-run
+    w4pack convert ./llama-fp16 ./out --quantize gptq --calibration text.txt --to gptq
     """
     with _errors(given):
         from w4pack.convert.command import run_convert

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from w4pack.convert.core.facts import ModelFacts, Warning_
-from w4pack.convert.errors import SourceError, UsageError
+from w4pack.convert.errors import Refused, SourceError, UsageError
 from w4pack.convert.events import Quiet, Reporter
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
@@ -61,11 +61,17 @@ def convert(
     running = running or Running()
     with opened(src, where or Where(), running.reporter) as (checkpoint, origin):
         source = read_source(checkpoint, detect_options(options))
-        report = convert_source(
-            source, Path(out), options, origin, running, card=_card_maker(source, origin), on_plan=on_plan
-        )
+        if options.quantize is not None:
+            from w4pack.convert.quantized import quantize
+
+            report = quantize(source, Path(out), options, origin, running, on_plan)
+        else:
+            report = convert_source(
+                source, Path(out), options, origin, running, card=_card_maker(source, origin), on_plan=on_plan
+            )
         if verify_after:
-            _verify_now(Path(out), source, str(src), running)
+            compared = None if options.quantize is not None else source  # codes have no equal in the source
+            _verify_now(Path(out), compared, str(src), running)
         return report
 
 
@@ -79,11 +85,15 @@ def plan(
     options.check()
     with opened(src, where, running.reporter) as (checkpoint, origin):
         source = read_source(checkpoint, detect_options(options))
+        if options.quantize is not None:
+            from w4pack.convert.quantized import plan_only
+
+            return plan_only(source, Path(out), options, origin, running)
         made, warnings = plan_conversion(source, Path(out), options, origin, running)
         return made, warnings, planned_facts(source, made), source
 
 
-def _verify_now(out: Path, source: Source, label: str, running: Running) -> None:
+def _verify_now(out: Path, source: Source | None, label: str, running: Running) -> None:
     from w4pack.convert.errors import VerifyError
     from w4pack.convert.jobs import manifest
     from w4pack.convert.jobs.verify import verify_output
@@ -142,6 +152,7 @@ def verify(
                 else:
                     value = manifest.load(folder)
                     options = _recorded(value, folder)
+                    _refuse_quantized(options, str(out), str(against))
                     source = read_source(checkpoint, detect_options(options))
                     proof = verify_output(made, value, source, str(out), str(against), workers)
     return {
@@ -154,6 +165,20 @@ def verify(
         "compared": proof.compared,
         "failures": [asdict(f) for f in proof.failures],
     }
+
+
+def _refuse_quantized(options: ConvertOptions, out: str, against: str) -> None:
+    """Raise Refused for an output whose codes were chosen: nothing in the source is equal to them."""
+    if options.quantize is not None:
+        raise Refused(
+            "a quantized output is not equal to its source",
+            code="quantized",
+            where=out,
+            expected="an output whose codes are those of its source",
+            found=f"codes chosen by {options.quantize.method}",
+            hint=f"`w4pack verify {out}` proves its hashes; `w4pack eval {out} --text FILE --against "
+            f"{against}` measures how far it is from its source",
+        )
 
 
 def _recorded(value: Mapping[str, Any], folder: Path) -> ConvertOptions:

@@ -5,6 +5,7 @@ Data goes to stdout, everything else to stderr; with ``--json`` stdout holds JSO
 
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from w4pack.convert.jobs.conversion import MEMORY, Report, Running
 from w4pack.convert.jobs.execute import StopFlag
 from w4pack.convert.planning.options import HUB_FILE_LIMIT, ConvertOptions
 from w4pack.convert.planning.plan import Plan
+from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.convert.planning.show import plan_event, text
 from w4pack.convert.source.detect import Source
 
@@ -33,7 +35,15 @@ if TYPE_CHECKING:
 
 
 def _running(given: Given, stop: StopFlag, reporter: Reporter) -> Running:
-    return Running(given["threads"], given["resume"], given["overwrite"], given["strict"], reporter, stop)
+    return Running(
+        given["threads"],
+        given["resume"],
+        given["overwrite"],
+        given["strict"],
+        reporter,
+        stop,
+        given.get("device") or "cpu",
+    )
 
 
 def _convert_options(given: Given) -> ConvertOptions:
@@ -53,7 +63,22 @@ def _convert_options(given: Given) -> ConvertOptions:
         rotate=given["rotate"],
         tp=given["tp"],
         seed=given["seed"],
+        quantize=_quantize_options(given),
     )
+
+
+def _quantize_options(given: Given) -> QuantizeOptions | None:
+    """Return how to quantize. Raises UsageError for its options without `--quantize`."""
+    names = [f.name for f in fields(QuantizeOptions) if f.name != "method"]
+    chosen = {n: given[n] for n in names if given[n] is not None and given[n] != ()}
+    if given["quantize"] is None:
+        for name in [*chosen, *(["device"] if given["device"] else [])]:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"`{flag}` has no meaning without `--quantize`", where=flag)
+        return None
+    if "module_bits" in chosen:
+        chosen["module_bits"] = tuple(chosen["module_bits"])
+    return QuantizeOptions(given["quantize"], **chosen)
 
 
 def run_convert(given: Given, stop: StopFlag) -> None:
@@ -155,7 +180,8 @@ def _tell_done(given: Given, report: Report) -> None:
         return
     if given["quiet"]:
         return
-    for name, error in sorted(report.errors.items()):
+    quantized = report.plan.quantization is not None
+    for name, error in () if quantized else sorted(report.errors.items()):
         say(f"{name}: re-quantized, relative error {error:.3g}")
     if report.was_complete:
         say(f"{report.out} is already the complete result of this command; nothing was written")
@@ -166,8 +192,14 @@ def _tell_done(given: Given, report: Report) -> None:
         f"({size_text(int(rate))}/s), {'lossless' if report.lossless else 'not lossless'}",
         f"verified against {given['src']}: every tensor is as it should be"
         if given["verify_after"]
-        else f"next: w4pack verify {report.out} --against {given['src']}",
+        else _next(report, given),
     )
+
+
+def _next(report: Report, given: Given) -> str:
+    if report.plan.quantization is not None:
+        return f"next: w4pack eval {report.out} --text FILE --against {given['src']}"
+    return f"next: w4pack verify {report.out} --against {given['src']}"
 
 
 def _preflight(given: Given, options: ConvertOptions, running: Running) -> "Access":

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from w4pack.convert.hub.cardtext import DEQUANTIZED, LOADING, LOSSLESS, LOSSY, TITLES, UNVERIFIED
+from w4pack.convert.hub.cardtext import (
+    DEQUANTIZED,
+    LOADING,
+    LOSSLESS,
+    LOSSY,
+    QUANTIZED,
+    TITLES,
+    UNVERIFIED,
+)
 
 FRONT_MATTER = re.compile(r"\A\ufeff?\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 FRONT_LIMIT = 100_000  # characters of YAML that are parsed
@@ -41,6 +49,7 @@ class CardInfo:
     left           name -> reason, for linears that are no longer packed
     errors         name -> relative Frobenius error of W, for linears that were re-quantized
     command        the command that makes this output, with SRC and OUT for places on a disk
+    report         what quantization did, in Markdown; empty where nothing was quantized
     """
 
     target: str
@@ -56,6 +65,7 @@ class CardInfo:
     left: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
     command: str = ""
+    report: str = ""
 
 
 def model_card(info: CardInfo) -> str:
@@ -68,6 +78,7 @@ def model_card(info: CardInfo) -> str:
         f"# {_title(info)}",
         _origin(info),
         f"## What was done\n\n{_done(info)}",
+        *([f"## Quantization\n\n{info.report}"] if info.report else []),
         f"## Loading\n\n{LOADING[info.target]}",
         f"## Proof\n\n{BEGIN}\n{UNVERIFIED.format(source=info.source_id or 'SRC')}\n{END}",
     ]
@@ -163,6 +174,8 @@ def _done(info: CardInfo) -> str:
 
 
 def _claim(info: CardInfo) -> str:
+    if info.report:
+        return QUANTIZED
     if info.lossless:
         return LOSSLESS
     return DEQUANTIZED if info.target == "dense" and not info.errors else LOSSY

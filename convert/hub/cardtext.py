@@ -18,6 +18,9 @@ Dequantized: every weight is `(code - zero point) * scale`, rounded once to the 
 LOSSY = """\
 Not lossless: the linears listed below differ from the source. All others are the same, bit for bit."""
 
+QUANTIZED = """\
+Quantized from 16-bit weights: the linears below have codes that were chosen to change their outputs least."""
+
 UNVERIFIED = """\
 `w4pack.json` holds the sha256 of every tensor. `w4pack verify OUT` checks a download against it, and
 `w4pack verify OUT --against {source}` compares codes, zero points, scales and order as well.

@@ -2,18 +2,29 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from w4pack.convert.hub.card import CardInfo, model_card
 from w4pack.convert.jobs.sidefiles import CARD, SOURCE_CARD
 from w4pack.convert.planning.plan import Plan
+from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.convert.source.detect import Source
 
 CARD_LIMIT = 4 << 20  # bytes of a source card that are read
 
 
-def card_of(source: Source, plan: Plan, origin: Mapping[str, str] | None, errors: Mapping[str, float]) -> str:
-    """Return README.md of the output. Deterministic: equal conversions give equal text."""
+def card_of(
+    source: Source,
+    plan: Plan,
+    origin: Mapping[str, str] | None,
+    errors: Mapping[str, float],
+    report: str = "",
+) -> str:
+    """Return README.md of the output. Deterministic: equal conversions give equal text.
+
+    report  of a quantization, in Markdown
+    """
     packed = [p for p in plan.layers if p.action != "dense"]
     left = {p.name: p.reason or "dequantized" for p in plan.layers if p.action == "dense"}
     changes: Counter[str] = Counter(note for p in plan.layers for note in p.notes)
@@ -22,7 +33,7 @@ def card_of(source: Source, plan: Plan, origin: Mapping[str, str] | None, errors
         target=plan.target,
         version=plan.version,
         lossless=plan.lossless,
-        source_format=", ".join(sorted({layer.layout for layer in source.layers})),
+        source_format=", ".join(sorted({layer.layout for layer in source.layers})) or "16-bit",
         schemes=tuple(Counter(p.scheme.label() for p in packed).most_common()),
         source_id=(origin or {}).get("id"),
         source_revision=(origin or {}).get("revision"),
@@ -31,6 +42,7 @@ def card_of(source: Source, plan: Plan, origin: Mapping[str, str] | None, errors
         changes=tuple(changes.most_common()),
         left=left if plan.target != "dense" else {},
         errors=errors,
+        report=report,
         command=command(plan.options),
     )
     return model_card(info)
@@ -50,10 +62,29 @@ def command(options: Mapping[str, Any]) -> str:
     words = ["w4pack", "convert", "SRC", "OUT"]
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
-        if value is True:
+        if name == "quantize":
+            words += _quantize_words(value)
+        elif value is True:
             words.append(flag)
         elif isinstance(value, tuple | list):
             words += [word for item in value for word in (flag, str(item))]
         else:
             words += [flag, str(value)]
     return " ".join(words)
+
+
+def _quantize_words(asked: Mapping[str, Any]) -> list[str]:
+    """Return the options of quantization that differ from their defaults."""
+    words = ["--quantize", str(asked["method"])]
+    for field in fields(QuantizeOptions):
+        value = asked[field.name]
+        if field.name == "method" or value == field.default or (not value and not field.default):
+            continue
+        flag = {"sym": "--asym", "gptaq": "--no-gptaq"}.get(field.name)
+        if flag:
+            words.append(flag)
+        elif isinstance(value, tuple | list):
+            words += [word for item in value for word in ("--" + field.name.replace("_", "-"), str(item))]
+        else:
+            words += ["--" + field.name.replace("_", "-"), str(value)]
+    return words

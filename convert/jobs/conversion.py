@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from w4pack.convert.core.facts import ModelFacts, Warning_
-from w4pack.convert.errors import OutputError, Refused, SourceError
+from w4pack.convert.errors import OutputError, Refused, SourceError, VerifyError
 from w4pack.convert.events import Quiet, Reporter, warning_fields
 from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
 from w4pack.convert.files.local import LocalStore
@@ -20,6 +20,7 @@ from w4pack.convert.files.store import Blob, chunks, digest
 from w4pack.convert.jobs import execute, manifest, rotated, sidefiles, work
 from w4pack.convert.jobs.compare import Failure, compare_files
 from w4pack.convert.jobs.execute import Executor, StopFlag
+from w4pack.convert.jobs.journal import Finished, Journal
 from w4pack.convert.jobs.layerjob import job_of
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.rebuild import record, record_json
@@ -37,11 +38,17 @@ PASSING = ("resume-differs", "unreadable", "file-too-short")  # errors after whi
 CardMaker = Callable[[Plan, Mapping[str, float]], str]  # plan, error of each re-quantized layer -> README.md
 OnPlan = Callable[[Plan, Sequence[Warning_], ModelFacts, Source], None]
 WriteRest = Callable[[Path, manifest.Written], None]  # staging folder, what was written
+# Does what is left of a plan: (files, journal, what an earlier run finished) -> everything that is finished.
+Operations = Callable[[OutFiles, Journal, list[Finished]], Mapping[int, Finished]]
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """How to run: none of this decides bytes. ``threads`` 0 means one per core, at most 8."""
+    """How to run: none of this decides bytes, but the last bits of what a device computes.
+
+    threads  0: one per core, at most 8
+    device   where quantization computes: ``cpu``, ``cuda`` or ``cuda:1``
+    """
 
     threads: int = 0
     resume: bool = False
@@ -49,6 +56,7 @@ class Running:
     strict: bool = False
     reporter: Reporter = field(default_factory=Quiet)
     stop: StopFlag = field(default_factory=StopFlag)
+    device: str = "cpu"
 
     @property
     def workers(self) -> int:
@@ -213,6 +221,8 @@ def convert_source(
     refuse_damaged_source(source.checkpoint, original, running.workers)
     if running.resume and finished_before(out, plan, source, running.workers):
         return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
+    if plan.rotation is not None:
+        rotated.check(source, options, running.reporter)
     written = run_plan(
         plan,
         ConvertRecipe(source, plan, strict=running.strict),
@@ -370,6 +380,22 @@ def run_plan(
     plan: Plan, recipe: work.Recipe, out: Path, running: Running, write_rest: WriteRest
 ) -> manifest.Written:
     """Execute a plan in the staging folder and publish it. ``write_rest`` adds the other files."""
+
+    def operations(files: OutFiles, log: Journal, earlier: list[Finished]) -> Mapping[int, Finished]:
+        executor = Executor(plan, recipe, files, log, running.reporter, running.stop)
+        executor.adopt(earlier)
+        whole = plan.rotation is not None  # tensors are made as a whole: one at a time
+        with rotated.one_at_a_time(running.workers) if whole else nullcontext():
+            executor.run(1 if whole else running.workers)
+        return executor.finished
+
+    return run_staged(plan, out, running, write_rest, operations)
+
+
+def run_staged(
+    plan: Plan, out: Path, running: Running, write_rest: WriteRest, operations: Operations
+) -> manifest.Written:
+    """Do a plan's operations in the staging folder and publish it. ``write_rest`` adds the other files."""
     staging = Staging(out)
     check_disk(plan, staging)
     try:
@@ -380,20 +406,14 @@ def run_plan(
         log, earlier = execute.open_journal(staging.journal, plan, resume=resume)
         try:
             with OutFiles(staging.out, plan) as files:
-                executor = Executor(plan, recipe, files, log, running.reporter, running.stop)
-                executor.adopt(earlier)
-                whole = plan.rotation is not None  # tensors are made as a whole: one at a time
-                with rotated.one_at_a_time(running.workers) if whole else nullcontext():
-                    executor.run(1 if whole else running.workers)
+                finished = operations(files, log, earlier)
         finally:
             log.close()
-        written = manifest.Written(
-            execute.tensor_hashes(executor.finished), execute.reports(plan, executor.finished)
-        )
+        written = manifest.Written(execute.tensor_hashes(finished), execute.reports(plan, finished))
         write_rest(staging.out, written)
         staging.publish(overwrite=running.overwrite)
         return written
-    except (SourceError, Refused) as err:
+    except (SourceError, Refused, VerifyError) as err:
         if err.code not in PASSING:
             staging.discard()  # the source itself is at fault: there is nothing to go on with
         raise

@@ -57,7 +57,7 @@ def build(plan: Plan, source: Source, written: Written, original: Mapping[str, A
         manifest["rotation"] = dict(plan.rotation)
     if original is not None:
         manifest["original"] = original.get("original", original.get("source"))
-    manifest["tensors"] = Entries(lambda: _tensors(plan, written))
+    manifest["tensors"] = Entries(lambda: tensor_entries(plan, written))
     manifest["layers"] = Entries(lambda: _layers(plan, source, written))
     if plan.target in TARGETS_WITH_RECORDS:
         copied = original.get("unpack") if original is not None and is_copy(plan, source) else None
@@ -65,7 +65,8 @@ def build(plan: Plan, source: Source, written: Written, original: Mapping[str, A
     return manifest
 
 
-def _tensors(plan: Plan, written: Written) -> Iterator[tuple[str, str]]:
+def tensor_entries(plan: Plan, written: Written) -> Iterator[tuple[str, str]]:
+    """Yield (name, dtype, shape and hash as JSON text) of every tensor."""
     for t in plan.tensors:
         entry = {"dtype": t.dtype, "shape": list(t.shape), "sha256": written.hashes[t.name]}
         yield t.name, json.dumps(entry)

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from w4pack.convert.core import dtypes
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import name_some
 from w4pack.convert.events import size_text, time_text
 from w4pack.convert.planning.decisions import LayerPlan
 from w4pack.convert.planning.fitting import WIDENED
 from w4pack.convert.planning.plan import Plan
+from w4pack.convert.planning.rotation import describe, memory_of
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import Source
 
@@ -33,7 +35,8 @@ def plan_event(
     plan: Plan, warnings: Sequence[Warning_], facts: ModelFacts, source: Source, memory: int
 ) -> dict[str, Any]:
     """Return the fields of the ``plan`` event: the whole plan and what was concluded from it."""
-    left = {p.name: p.reason for p in plan.layers if p.action != "pack"}
+    left = {p.name: p.reason for p in plan.layers if p.action not in ("pack", "quantize")}
+    left.update((plan.quantization or {}).get("left_in_16_bit", {}))
     return {
         "digest": plan.digest,
         "source": source_line(source),
@@ -42,7 +45,7 @@ def plan_event(
         "bytes_read": plan.source_bytes,
         "bytes_written": plan.output_bytes,
         "bytes_added": plan.output_bytes - plan.source_bytes,
-        "memory": memory,
+        "memory": memory + memory_of(plan.rotation, plan.tensors),
         "disk": plan.disk_bytes,
         "shards": len({t.shard for t in plan.tensors}),
         "left_in_16_bit": left if TARGETS[plan.target].layout else {},
@@ -62,7 +65,7 @@ def plan_event(
 def source_line(source: Source) -> str:
     """Return the source in one line: format, schemes, act-order."""
     if not source.layers:
-        return "no quantized layers"
+        return _plain_line(source)
     kinds = Counter(
         (layer.layout, layer.scheme.bits, layer.scheme.group_size, layer.scheme.sym)
         for layer in source.layers
@@ -79,6 +82,13 @@ def source_line(source: Source) -> str:
     )
 
 
+def _plain_line(source: Source) -> str:
+    """Return a 16-bit source in one line: dtypes, number of tensors."""
+    kinds = Counter(info.dtype for info in source.dense)
+    named = ", ".join(dtypes.TORCH_NAMES.get(tag, tag) for tag, _ in kinds.most_common(3))
+    return f"no quantized layers: {_count(len(source.dense), 'tensor')}, {named}"
+
+
 def notes(plan: Plan) -> dict[str, int]:
     """Return every kind of transformation with the number of layers it touches."""
     counts: Counter[str] = Counter()
@@ -91,7 +101,7 @@ def notes(plan: Plan) -> dict[str, int]:
 
 def text(event: Mapping[str, Any], plan: Plan, out: Path, *, verbose: bool = False) -> str:
     """Return the human form of the plan; ``verbose`` adds a line for every quantized linear."""
-    packed = [p for p in plan.layers if p.action == "pack"]
+    packed = [p for p in plan.layers if p.action in ("pack", "quantize")]
     target = TARGETS[plan.target]
     shards = f"{event['shards']} shard{'s' if event['shards'] > 1 else ''}"
     written = f"{size_text(event['bytes_written'])} in {shards} ({_signed(event['bytes_added'])})"
@@ -107,6 +117,7 @@ def text(event: Mapping[str, Any], plan: Plan, out: Path, *, verbose: bool = Fal
         for i, (note, count) in enumerate(event["notes"].items())
     ]
     lines += _left(event["left_in_16_bit"])
+    lines += [f"{'rotated' if i == 0 else '':<10}{line}" for i, line in enumerate(_rotated(plan))]
     lines += [f"config    {key}: {value}" for key, value in plan.config_changes.items()]
     lines += [
         f"left out  {item['name']} ({size_text(item['bytes'])}): {item['reason']}"
@@ -125,6 +136,10 @@ def text(event: Mapping[str, Any], plan: Plan, out: Path, *, verbose: bool = Fal
     return "\n".join(lines)
 
 
+def _rotated(plan: Plan) -> list[str]:
+    return [] if plan.rotation is None else describe(plan.rotation)
+
+
 def _layer_line(layer: LayerPlan) -> str:
     """Return one layer: name, shape, what it becomes and how."""
     shape = f"{layer.scheme.in_features} -> {layer.scheme.out_features}"
@@ -135,12 +150,10 @@ def _layer_line(layer: LayerPlan) -> str:
 
 def _as_is(plan: Plan) -> str:
     """Name the large tensors outside the quantized linears, and count the small ones by kind."""
-    named = [
-        d.name.removesuffix(".weight") for d in plan.dense if len(d.shape) >= 2 and d.name.endswith(".weight")
-    ]
-    counts = Counter(
-        _kind(d.name) for d in plan.dense if not (len(d.shape) >= 2 and d.name.endswith(".weight"))
-    )
+    made = {op.source for op in plan.ops if op.kind == "rotated"}
+    kept = [d for d in plan.dense if d.name not in made]
+    named = [d.name.removesuffix(".weight") for d in kept if len(d.shape) >= 2 and d.name.endswith(".weight")]
+    counts = Counter(_kind(d.name) for d in kept if not (len(d.shape) >= 2 and d.name.endswith(".weight")))
     parts = [name_some(named)] if named else []
     return ", ".join([*parts, *(f"{count} {kind}" for kind, count in sorted(counts.items()))]) or "nothing"
 
@@ -177,6 +190,11 @@ def _lossless(plan: Plan) -> str:
         return (
             "yes: codes, zeros, scales and order are kept bit for bit (`w4pack verify --against` proves it)"
         )
+    if plan.quantization is not None:
+        bits = plan.quantization["bits_per_weight"]
+        return f"no: {_count(len(plan.layers), 'linear')} quantized, {bits:g} bits per weight with scales"
+    if plan.rotation is not None:
+        return "no: gains are folded and weights rotated in float64, each rounded once"
     if plan.target == "dense":
         return "no: each weight is the exact product, rounded once"
     lossy = sum(p.action != "pack" for p in plan.layers)
@@ -199,7 +217,7 @@ def _padded(event: Mapping[str, Any], packed: Iterable[Any], plan: Plan) -> str:
     parts = [
         f"{key} to {value}, with zero weights"
         for key, value in plan.config_changes.items()
-        if key not in DTYPE_KEYS
+        if key not in DTYPE_KEYS and plan.rotation is None
     ]
     if names:
         parts.append(

@@ -71,7 +71,7 @@ def through(
     per_batch: int,
     told: Any = None,
 ) -> Stream:
-    """Send windows (W, L) of tokens through a model, one layer in memory. Its logits can then be asked for."""
+    """Send windows (W, L) of tokens through a model, one layer in memory; then ask for its logits."""
     skeleton: Skeleton = build(config, provider, device, dtype)
     skeleton.fill_outside(head=True)
     stream = Stream(skeleton, batches_of(windows, per_batch))

@@ -14,7 +14,7 @@ DAMPINGS = 3  # times the damping grows tenfold before a linear is given up
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """U, upper triangular, with inverse(H) = Uᵀ U, and the damping it took, as a share of the mean diagonal."""
+    """U, upper triangular, inverse(H) = Uᵀ U; the damping it took, as a share of the mean diagonal."""
 
     upper: torch.Tensor
     damping: float

@@ -44,7 +44,7 @@ class Skeleton:
         return f"{self.path}.{index}."
 
     def checkpoint_name(self, path: str) -> str:
-        """Return the checkpoint's name for a parameter's path. Raises SourceError for one that is not there."""
+        """Return the checkpoint's name for a parameter's path. Raises SourceError if it has none."""
         found = self.names.get(path)
         if found is None:
             raise SourceError(
@@ -152,14 +152,24 @@ def build(
     kind = values.pop("model_type", None)
     try:
         settings = AutoConfig.for_model(kind, **values)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="sdpa")
+        model = _on_meta(AutoModelForCausalLM, settings, dtype)
     except (ValueError, KeyError, TypeError, AttributeError) as err:
         raise _unknown(kind, str(err)) from err
     model.eval()
     split_fused(model)
     path, layers = _decoder_layers(model, kind)
     return Skeleton(model, path, layers, _names(provider), provider, device, dtype)
+
+
+def _on_meta(factory: Any, settings: Any, dtype: torch.dtype) -> Any:
+    """Build a model without numbers. Some classes (Gemma 2) have eager attention alone."""
+    with torch.device("meta"):
+        try:
+            return factory.from_config(settings, dtype=dtype, attn_implementation="sdpa")
+        except ValueError as err:
+            if "attention" not in str(err):
+                raise
+            return factory.from_config(settings, dtype=dtype, attn_implementation="eager")
 
 
 def _decoder_layers(model: nn.Module, kind: object) -> tuple[str, nn.ModuleList]:

@@ -19,7 +19,7 @@ from w4pack.convert.quantize.experts import SplitExperts
 from w4pack.convert.quantize.layer import LayerWork
 from w4pack.convert.quantize.linears import Quantized
 from w4pack.convert.quantize.settings import Settings
-from w4pack.convert.quantize.skeleton import Skeleton, build
+from w4pack.convert.quantize.skeleton import build
 from w4pack.convert.quantize.stream import Stream, batches_of
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # in one run of a layer

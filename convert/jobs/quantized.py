@@ -1,0 +1,368 @@
+"""Quantizing a 16-bit model: plan, layer after layer, journal, publish. Resumes at the last finished layer.
+
+What a finished layer gives to the next one is not kept: on resume the tokens go through the finished layers
+again, with the weights that their codes in the staging folder stand for, which are the same numbers.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from w4pack.convert import formats
+from w4pack.convert.core import bitpack, dtypes
+from w4pack.convert.core.dequant import dequantize
+from w4pack.convert.core.facts import ModelFacts, Warning_
+from w4pack.convert.core.quantlinear import GroupParams
+from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.errors import VerifyError
+from w4pack.convert.events import Reporter, time_text, warning_fields
+from w4pack.convert.files.provider import Provider
+from w4pack.convert.jobs import execute
+from w4pack.convert.jobs.conversion import (
+    OnPlan,
+    Report,
+    Running,
+    check_place,
+    finished_plan,
+    run_staged,
+    settle_place,
+    source_files,
+)
+from w4pack.convert.jobs.execute import Interrupted
+from w4pack.convert.jobs.journal import Finished, Journal
+from w4pack.convert.jobs.outfiles import OutFiles
+from w4pack.convert.jobs.quantized_rest import CardMaker, write_rest
+from w4pack.convert.jobs.quantized_source import Prepared
+from w4pack.convert.planning.options import ConvertOptions
+from w4pack.convert.planning.plan import Op, OutTensor, Plan, facts_of
+from w4pack.convert.planning.quantizing import plan_quantization
+from w4pack.convert.planning.targets import TARGETS
+from w4pack.convert.quantize.linears import Quantized, quantize_set
+from w4pack.convert.quantize.settings import Settings
+from w4pack.convert.quantize.whole import ModelRun
+from w4pack.convert.source.detect import Source
+
+STRENGTH = 0.25  # of GPTAQ, chosen on text that is neither calibrated nor measured with (docs/benchmarks.md)
+KL_LIMIT = 4.0  # nats a token, mean: above it the result is no longer the model, and is not published
+COPY_ROWS = 1 << 24  # elements of a copied tensor that are written at a time
+
+
+def settings_of(options: ConvertOptions) -> Settings:
+    """Return how codes are chosen."""
+    asked = options.quantize
+    if asked is None:
+        raise ValueError("nothing is to be quantized")
+    strength = STRENGTH if asked.gptaq and asked.method == "gptq" else 0.0
+    return Settings(asked.method, asked.damp, strength)
+
+
+def plan_quantized(
+    prepared: Prepared, out: Path, running: Running
+) -> tuple[Plan, tuple[Warning_, ...], ModelFacts, Source]:
+    """Plan, and refuse what the run itself would refuse. Writes nothing."""
+    source = prepared.source
+    check_place(source.checkpoint, out, running)
+    plan, more = plan_quantization(
+        prepared.model,
+        prepared.options,
+        origin=prepared.origin,
+        files=source_files(source.checkpoint, strict=running.strict),
+        record=prepared.record(),
+        schemes=prepared.schemes,
+    )
+    warnings = (*source.warnings, *prepared.warnings, *more)
+    return plan, warnings, facts_of(source.config, plan), source
+
+
+def quantize_model(
+    prepared: Prepared,
+    out: Path,
+    running: Running,
+    *,
+    card: CardMaker | None = None,
+    on_plan: OnPlan | None = None,
+) -> Report:
+    """Quantize a model and publish it. Raises Refused before anything is written; see ``convert_source``.
+
+    VerifyError where the result no longer predicts what the source does: then nothing is published.
+    """
+    started = time.monotonic()
+    settle_place(prepared.source.checkpoint, out, running)
+    plan, warnings, facts, source = plan_quantized(prepared, out, running)
+    if on_plan is not None:
+        on_plan(plan, warnings, facts, source)
+    for warning in warnings:
+        running.reporter.event("warning", **warning_fields(warning))
+    if running.resume and finished_plan(out, plan) is not None:
+        return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
+    done: list[QuantizeRun] = []
+
+    def work(files: OutFiles, log: Journal, earlier: list[Finished]) -> Mapping[int, Finished]:
+        run = QuantizeRun(prepared, plan, files, log, running)
+        done.append(run)
+        run.adopt(earlier)
+        run.run()
+        return run.finished
+
+    written = run_staged(
+        plan,
+        out,
+        running,
+        lambda folder, w: write_rest(folder, w, plan, source, done[0].outcome, card),
+        work,
+    )
+    errors = {n: float(r["error"]) for n, r in written.reports.items() if "error" in r}
+    return Report(out, plan, warnings, time.monotonic() - started, errors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One decoder layer's operations: op number -> op."""
+
+    index: int
+    ops: Mapping[int, Op]
+
+
+class QuantizeRun:
+    """Does the operations of a quantization plan that are not finished yet."""
+
+    def __init__(
+        self, prepared: Prepared, plan: Plan, files: OutFiles, log: Journal, running: Running
+    ) -> None:
+        self.prepared = prepared
+        self.plan = plan
+        self.files = files
+        self.log = log
+        self.running = running
+        self.finished: dict[int, Finished] = {}
+        self.outcome: dict[str, Any] = {}
+        self.plans = {layer.source: layer for layer in plan.layers}
+        self.layout = formats.get(TARGETS[plan.target].layout or "")
+        self._bytes = 0
+        self._started = time.monotonic()
+
+    @property
+    def provider(self) -> Provider:
+        """The tensors to quantize."""
+        return self.prepared.provider
+
+    @property
+    def reporter(self) -> Reporter:
+        """Where it is told."""
+        return self.running.reporter
+
+    def adopt(self, earlier: Sequence[Finished]) -> None:
+        """Believe an earlier run as far as its hashes hold."""
+        for item in earlier:
+            wrong = [n for n, sha in item.hashes.items() if self.files.digest(self.files.tensors[n]) != sha]
+            if wrong:
+                self.reporter.event("note", text=f"redone: {wrong[0]} does not match the journal")
+            else:
+                self._complete(item)
+
+    def run(self) -> None:
+        """Copy what stays, then quantize. Raises Interrupted between two layers."""
+        with torch.no_grad():
+            self._gathered(
+                self._copied(number, op)
+                for number, op in enumerate(self.plan.ops)
+                if op.kind == "copy" and number not in self.finished
+            )
+            if settings_of(self.prepared.options).method == "rtn":
+                self._each_alone()
+            else:
+                self._in_order()
+
+    # ---- round to nearest: no calibration, no model ---------------------------------------------------
+
+    def _each_alone(self) -> None:
+        self._gathered(
+            self._rounded(number, op)
+            for number, op in enumerate(self.plan.ops)
+            if op.kind == "layer" and number not in self.finished
+        )
+
+    def _rounded(self, number: int, op: Op) -> Finished:
+        self._stop_here()
+        weight = self.provider.get(f"{op.source}.weight").to(self.prepared.device)
+        schemes = {op.source: self.plans[op.source].scheme}
+        made = quantize_set({op.source: weight}, schemes, None, None, settings_of(self.prepared.options))
+        return self._written(number, op, made[op.source][0])
+
+    # ---- GPTQ: in the order of the model --------------------------------------------------------------
+
+    def _in_order(self) -> None:
+        schemes = {name: layer.scheme for name, layer in self.plans.items()}
+        config = {**self.prepared.source.config, **self.plan.config_changes}
+        model = ModelRun(
+            config,
+            self.provider,
+            schemes,
+            self.prepared.windows,
+            settings_of(self.prepared.options),
+            self.prepared.device,
+        )
+        for layer in self._layers(model):
+            self._stop_here()
+            left = [number for number in layer.ops if number not in self.finished]
+            if left or not layer.ops:
+                made = model.quantize(layer.index)
+                self._journal([self._written(n, op, made[op.source]) for n, op in layer.ops.items()])
+            else:
+                model.repeat(layer.index, self._stored)
+            self._tell(model, layer)
+        self._judge(model)
+
+    def _layers(self, model: ModelRun) -> list[_Layer]:
+        found: dict[int, dict[int, Op]] = {index: {} for index in range(model.layers)}
+        index_of = {name: index for index in found for name in model.below(index).values()}
+        for number, op in enumerate(self.plan.ops):
+            if op.kind == "layer":
+                found[index_of[op.source]][number] = op
+        return [_Layer(index, ops) for index, ops in found.items()]
+
+    def _tell(self, model: ModelRun, layer: _Layer) -> None:
+        errors = [self.finished[n].report["error"] for n in layer.ops if n in self.finished]
+        spent, done = time.monotonic() - self._started, layer.index + 1
+        left = spent / done * (model.layers - done)
+        mean = f", mean output error {sum(errors) / len(errors):.2%}" if errors else ""
+        self.reporter.event(
+            "note", text=f"layer {done} of {model.layers}{mean}, about {time_text(left)} left"
+        )
+
+    def _stop_here(self) -> None:
+        if self.running.stop.signum is not None:
+            raise Interrupted(self.running.stop.signum, self.files.folder.parent)
+
+    def _judge(self, model: ModelRun) -> None:
+        found = model.outcome()
+        self.outcome = {"kl": found.kl, "kl_tokens": found.tokens}
+        if model.experts:
+            self.outcome["expert_tokens"] = model.experts
+        if not found.kl <= KL_LIMIT:
+            raise VerifyError(
+                "the quantized model no longer predicts what the source does; nothing is published",
+                code="quality",
+                where=f"{found.tokens} calibration tokens",
+                expected=f"a divergence of at most {KL_LIMIT} nats a token",
+                found=f"{found.kl:.3f}",
+                hint="more bits, smaller groups, `--rotate offline` or more calibration text lose less",
+            )
+
+    # ---- files ----------------------------------------------------------------------------------------
+
+    def _copied(self, number: int, op: Op) -> Finished:
+        target = self.files.tensors[op.outputs[0]]
+        values = tensor_bytes(self.provider.get(op.source))
+        if values.nbytes != target.nbytes:
+            raise ValueError(f"{op.source}: {values.nbytes} bytes, planned {target.nbytes}")
+        for start in range(0, values.size, COPY_ROWS):
+            self.files.write(target, start, values[start : start + COPY_ROWS])
+        bad = 0
+        if target.dtype in dtypes.FLOAT_TAGS:
+            bad = int(dtypes.nonfinite(values.view(dtypes.numpy_dtype(target.dtype)), target.dtype).sum())
+        return Finished(number, self._hashes(op), {"nonfinite": bad} if bad else {})
+
+    def _written(self, number: int, op: Op, made: Quantized) -> Finished:
+        plan = self.plans[op.source]
+        for suffix, array in encoded(self.layout, made.words, made.params, plan.scheme).items():
+            self.files.write(self.files.tensors[f"{plan.name}.{suffix}"], 0, array)
+        return Finished(number, self._hashes(op), dict(made.report))
+
+    def _hashes(self, op: Op) -> dict[str, str]:
+        return {name: self.files.digest(self.files.tensors[name]) for name in op.outputs}
+
+    def _gathered(self, items: Iterable[Finished]) -> None:
+        """Journal operations as they are finished, a few seconds of work at a time."""
+        held: list[Finished] = []
+        since = time.monotonic()
+        for item in items:
+            held.append(item)
+            if time.monotonic() - since >= execute.FLUSH_SECONDS:
+                self._journal(held)
+                held, since = [], time.monotonic()
+        if held:
+            self._journal(held)
+
+    def _journal(self, items: list[Finished]) -> None:
+        """Sync what was written, then journal it: a line never stands before its data."""
+        names = {self.files.tensors[n].shard for item in items for n in item.hashes}
+        self.files.sync(sorted(names))
+        self.log.append(items)
+        for item in items:
+            self._complete(item)
+
+    def _complete(self, item: Finished) -> None:
+        self.finished[item.op] = item
+        op = self.plan.ops[item.op]
+        self._bytes += sum(self.files.tensors[name].nbytes for name in op.outputs)
+        if op.kind == "layer":
+            self.reporter.event("layer", name=op.source, **item.report)
+        self.reporter.progress(self._bytes, self.plan.output_bytes, op.source)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """Return the weights (N, K) float32 that a finished linear's stored codes stand for."""
+        plan = self.plans[name]
+        tensors = {
+            suffix: self._read(self.files.tensors[f"{plan.name}.{suffix}"])
+            for suffix in self.layout.specs(plan.scheme)
+        }
+        return torch.from_numpy(np.ascontiguousarray(decoded(self.layout, tensors, plan.scheme).T))
+
+    def _read(self, tensor: OutTensor) -> NDArray[Any]:
+        return self.files.read(tensor).view(dtypes.numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+
+
+def tensor_bytes(values: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a tensor."""
+    flat = values.detach().cpu().contiguous().reshape(-1)
+    raw: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return raw
+
+
+def encoded(
+    layout: Any, words: NDArray[np.uint32], params: GroupParams, scheme: QuantScheme
+) -> dict[str, NDArray[Any]]:
+    """Return every tensor of a linear in a layout's form, padded where the layout pads."""
+    grid = layout.grid(scheme.bits)
+    pad_params = getattr(layout, "pad_params", None)
+    if pad_params is not None:
+        words = _padded(words, pad_params(params, scheme)[1], scheme, layout)
+    packed = layout.pack(words, scheme.bits)
+    _, shape = layout.specs(scheme)[grid.suffix]
+    tensors: dict[str, NDArray[Any]] = {grid.suffix: np.ascontiguousarray(packed[: shape[0], : shape[1]])}
+    tensors.update(layout.encode_params(params, scheme))
+    return tensors
+
+
+def _padded(
+    words: NDArray[np.uint32], zeros: NDArray[np.uint8], scheme: QuantScheme, layout: Any
+) -> NDArray[np.uint32]:
+    """Pad codes to whole tiles: every code of the padding is its group's zero point."""
+    rows, columns = layout.stored_size(scheme.in_features), layout.stored_size(scheme.out_features)
+    if (rows, columns) == (scheme.in_features, scheme.out_features):
+        return words
+    size = scheme.in_features if scheme.group_size == -1 else scheme.group_size
+    group = np.minimum(np.arange(rows) // size, zeros.shape[0] - 1)
+    codes = zeros[group][:, :columns].copy()
+    real = bitpack.unpack_rows(words, scheme.bits, scheme.in_features)
+    codes[: scheme.in_features, : scheme.out_features] = real
+    return bitpack.pack_rows(codes, scheme.bits)
+
+
+def decoded(layout: Any, tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme) -> NDArray[np.float32]:
+    """Return the weights (K, N) float32 of a linear in a layout's form: exact products."""
+    grid = layout.grid(scheme.bits)
+    words = layout.unpack(tensors[grid.suffix], scheme.bits)
+    codes = bitpack.unpack_rows(words, scheme.bits, scheme.in_features)[:, : scheme.out_features]
+    kind = "v1" if scheme.sym else "v2"  # as ``encode_params`` writes them
+    params: GroupParams = layout.decode_params(tensors, scheme, kind)
+    params = replace(params, group=None)
+    weights: NDArray[np.float32] = dequantize(codes, params, scheme, "F32")
+    return weights

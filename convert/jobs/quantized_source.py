@@ -1,0 +1,211 @@
+"""What is quantized: a 16-bit source, rotated or not, its calibration tokens, the device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from w4pack.convert.core import dtypes
+from w4pack.convert.core.facts import Warning_
+from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.errors import Refused, SourceError, UsageError
+from w4pack.convert.files.provider import CheckpointProvider, Provider
+from w4pack.convert.jobs.conversion import Running, folder_of
+from w4pack.convert.planning.options import ConvertOptions
+from w4pack.convert.planning.quantizing import ModelTensors, linears_of
+from w4pack.convert.quantize.calibration import Calibration, calibrate
+from w4pack.convert.source.detect import Source
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """Everything that a quantization starts from.
+
+    provider     tensors of the model, rotated where that is asked for
+    model        their names and headers
+    options      as recorded: of the calibration file only the name
+    calibration  None for methods that need none
+    schemes      linear -> scheme, where they were chosen by measurement
+    """
+
+    source: Source
+    provider: Provider
+    model: ModelTensors
+    options: ConvertOptions
+    origin: Mapping[str, str] | None
+    device: torch.device
+    calibration: Calibration | None
+    warnings: tuple[Warning_, ...] = ()
+    schemes: Mapping[str, QuantScheme] | None = None
+
+    @property
+    def windows(self) -> torch.Tensor:
+        """Calibration tokens (W, L)."""
+        if self.calibration is None:
+            raise ValueError("this method has no calibration")
+        return self.calibration.windows
+
+    def record(self) -> dict[str, Any]:
+        """Return what decides bytes beside the options."""
+        found: dict[str, Any] = {"device": self.device.type}
+        if self.calibration is not None:
+            found["calibration"] = self.calibration.record()
+        return found
+
+
+def prepare(
+    source: Source, options: ConvertOptions, origin: Mapping[str, str] | None, running: Running
+) -> Prepared:
+    """Look at a source that is to be quantized, and read its calibration text.
+
+    Raises Refused for a source that is quantized already; UsageError for a text that gives nothing, or a
+    device that is not there; SourceError for a source without a tokenizer.
+    """
+    asked = options.quantize
+    if asked is None:
+        raise ValueError("nothing is to be quantized")
+    device = device_of(running.device)
+    warnings = refuse_quantized(source)
+    provider: Provider = CheckpointProvider(source.checkpoint)
+    changes: Mapping[str, Any] = {}
+    rotation = None
+    if options.rotate != "none":
+        from w4pack.convert.planning.rotation import decide_rotation
+        from w4pack.convert.rotate.rotated import Rotated
+
+        decided, turned, _ = decide_rotation(source, options)
+        provider = Rotated(provider, turned)
+        changes, rotation = turned.config_changes, turned.to_json()
+        warnings += decided.warnings
+        if asked.method == "rtn" and asked.group_size != -1:
+            warnings += (_rotated_rtn(),)
+    infos = {name: provider.info(name) for name in provider.names()}
+    total = sum(t.nbytes for t in source.checkpoint.tensors.values())
+    model = ModelTensors(source.config, changes, infos, total, rotation)
+    calibration = None
+    if asked.method == "gptq":
+        tokenizer = tokenizer_of(source)
+        calibration = calibrate(
+            asked.calibration, tokenizer, samples=asked.samples, seqlen=asked.seqlen, seed=options.seed
+        )
+        warnings += _too_little(calibration, model)
+    name = None if asked.calibration is None else Path(asked.calibration).name
+    recorded = replace(options, quantize=replace(asked, calibration=name))
+    return Prepared(source, provider, model, recorded, origin, device, calibration, warnings)
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device of a name. Raises UsageError for one that is not there."""
+    try:
+        device = torch.device(name)
+        if device.type == "cuda":
+            torch.cuda.get_device_properties(device)
+    except (RuntimeError, AssertionError, ValueError) as err:
+        raise UsageError(
+            "no such device",
+            where="--device",
+            expected="cpu, or cuda where torch finds a GPU",
+            found=f"{name}: {str(err).partition(chr(10))[0][:100]}",
+        ) from err
+    return device
+
+
+def refuse_quantized(source: Source) -> tuple[Warning_, ...]:
+    """Raise Refused for a source whose weights are not 16 bit; warn of settings that say otherwise."""
+    if source.layers:
+        first = source.layers[0]
+        raise Refused(
+            "the source is quantized already",
+            code="already-quantized",
+            where=first.name,
+            expected="a checkpoint of 16-bit weights",
+            found=f"{first.layout}, {first.scheme.label()}",
+            hint=f"`w4pack convert {source.checkpoint.label} OUT --to dense` makes a 16-bit model of it; the "
+            "error of its quantization stays",
+        )
+    wide = [t for t in source.dense if len(t.shape) >= 2]
+    strange = [t for t in wide if t.dtype not in dtypes.FLOAT_TAGS]
+    if strange:
+        method = (source.quant_config or {}).get("quant_method", "no quantization config")
+        raise Refused(
+            "the source's weights are not 16 bit",
+            code="already-quantized",
+            where=strange[0].name,
+            expected="float16, bfloat16 or float32",
+            found=f"{strange[0].dtype} ({method})",
+            hint="quantize the checkpoint that it was made from",
+        )
+    if source.quant_config is None:
+        if source.problems:
+            raise Refused.together(source.problems)
+        return ()
+    return (
+        Warning_(
+            "stale-config",
+            f"{source.quant_file}: quantization settings",
+            "none, as every weight is 16 bit",
+            f"{source.quant_config.get('quant_method', 'some')}; left out of the output",
+        ),
+    )
+
+
+def _rotated_rtn() -> Warning_:
+    return Warning_(
+        "rotated-rtn",
+        "--rotate with --quantize rtn",
+        "`--quantize gptq`",
+        "rounding to nearest in groups, which often loses more on a rotated model than on the plain one",
+    )
+
+
+def tokenizer_of(source: Source) -> Any:
+    """Load the source's own tokenizer. Raises SourceError where there is none."""
+    from transformers import AutoTokenizer
+
+    folder = folder_of(source.checkpoint)
+    if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
+        raise SourceError(
+            "no tokenizer, so no text can be read",
+            code="no-tokenizer",
+            where=source.checkpoint.label,
+            expected=" or ".join(TOKENIZERS[:2]),
+            hint="`--quantize rtn` needs no text",
+        )
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (ValueError, OSError, KeyError, ImportError) as err:
+        raise SourceError(
+            "the tokenizer cannot be loaded",
+            code="no-tokenizer",
+            where=str(folder),
+            found=str(err).partition("\n")[0][:200],
+        ) from err
+
+
+def _too_little(calibration: Calibration, model: ModelTensors) -> tuple[Warning_, ...]:
+    """Warn where there are fewer windows than asked for, or fewer tokens than inputs of the widest linear."""
+    widest = max((info.shape[1] for info in linears_of(model.infos).values()), default=0)
+    found = []
+    if calibration.windows.shape[0] < calibration.wanted:
+        found.append(
+            Warning_(
+                "calibration-short",
+                calibration.source,
+                f"{calibration.wanted} windows of text",
+                f"{calibration.windows.shape[0]} of {calibration.windows.shape[1]} tokens",
+            )
+        )
+    if calibration.tokens < widest:
+        found.append(
+            Warning_(
+                "calibration-few",
+                calibration.source,
+                f"at least {widest} tokens, the inputs of the widest linear",
+                f"{calibration.tokens} tokens",
+            )
+        )
+    return tuple(found)

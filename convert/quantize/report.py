@@ -1,0 +1,94 @@
+"""What a quantization did, in Markdown: how, on what, how much was lost and where."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+WORST = 10  # linears that are listed by name
+
+
+class _Planned(Protocol):
+    """The part of a plan that is told (plans live above this module)."""
+
+    options: Mapping[str, Any]
+    quantization: Mapping[str, Any] | None
+    rotation: Mapping[str, Any] | None
+
+
+def report(plan: _Planned, reports: Mapping[str, Mapping[str, Any]], outcome: Mapping[str, Any]) -> str:
+    """Return the report: settings, calibration, errors by kind of linear, the worst ones, what fell back."""
+    layers = {name: r for name, r in reports.items() if "error" in r}
+    parts = [_settings(plan, outcome), _kinds(layers), _worst(layers), _fallbacks(layers), _experts(outcome)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _settings(plan: _Planned, outcome: Mapping[str, Any]) -> str:
+    asked, record = plan.options["quantize"], plan.quantization or {}
+    lines = [f"- {key.replace('_', ' ')}: {_shown(value)}" for key, value in asked.items()]
+    lines.append(f"- bits per weight of the quantized linears, scales included: {record['bits_per_weight']}")
+    lines.append(f"- rotation: {plan.rotation['mode'] if plan.rotation else 'none'}")
+    text = record.get("calibration")
+    if text:
+        lines.append(
+            f"- calibrated on {text['tokens']:,} tokens of {text['source']}: {text['windows']} windows of "
+            f"{text['seqlen']}, digest `{text['digest'][:16]}`"
+        )
+    if "kl" in outcome:
+        lines.append(
+            f"- divergence from the source on {outcome['kl_tokens']} calibration tokens: "
+            f"{outcome['kl']:.4f} nats a token"
+        )
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    if value is None or isinstance(value, bool):
+        return {True: "yes", False: "no", None: "none"}[value]
+    return str(value)
+
+
+def _kinds(layers: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table of the relative squared error of outputs, by the last part of the name."""
+    kinds: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for name, entry in layers.items():
+        kinds[name.rpartition(".")[2]].append(entry)
+    rows = []
+    for kind, found in sorted(kinds.items()):
+        own, nearest = ([e[key] for e in found] for key in ("error", "rtn_error"))
+        rows.append(
+            f"| `{kind}` | {len(found)} | {sum(own) / len(own):.3e} | {max(own):.3e} "
+            f"| {sum(nearest) / len(nearest):.3e} |"
+        )
+    head = "| linears | count | mean error | largest | mean, rounded to nearest |\n|---|---|---|---|---|"
+    return "Relative squared error of outputs:\n\n" + "\n".join([head, *rows])
+
+
+def _worst(layers: Mapping[str, Mapping[str, Any]]) -> str:
+    names = sorted(layers, key=lambda n: (-layers[n]["error"], n))[:WORST]
+    rows = [f"| `{n}` | {layers[n]['method']} | {layers[n]['error']:.3e} |" for n in names]
+    return "Largest errors:\n\n| linear | method | error |\n|---|---|---|\n" + "\n".join(rows)
+
+
+def _fallbacks(layers: Mapping[str, Mapping[str, Any]]) -> str:
+    """Name what was not quantized as asked for, by reason."""
+    notes: Counter[str] = Counter(entry["note"] for entry in layers.values() if entry.get("note"))
+    if not notes:
+        return ""
+    lines = []
+    for note, count in notes.most_common():
+        names = [n for n, entry in layers.items() if entry.get("note") == note][:WORST]
+        more = f" and {count - len(names)} more" if count > len(names) else ""
+        lines.append(f"- {note}: {', '.join(f'`{n}`' for n in names)}{more}")
+    return "Rounded to nearest:\n\n" + "\n".join(lines)
+
+
+def _experts(outcome: Mapping[str, Any]) -> str:
+    """Return how many tokens experts got, the fewest and the most of each layer."""
+    counts = outcome.get("expert_tokens")
+    if not counts:
+        return ""
+    rows = [f"| `{name}` | {len(c)} | {min(c)} | {max(c)} | {sum(c)} |" for name, c in counts.items()]
+    head = "| experts | count | fewest tokens | most | all |\n|---|---|---|---|---|"
+    return "Tokens of experts:\n\n" + "\n".join([head, *rows])

@@ -1,0 +1,81 @@
+"""Quantizing as the API calls it: the extras are there or said to be missing, then the job, with its card.
+
+Imports nothing heavy when loaded.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from w4pack.convert.core.facts import ModelFacts, Warning_
+from w4pack.convert.errors import UsageError
+from w4pack.convert.jobs.conversion import OnPlan, Report, Running
+from w4pack.convert.planning.options import ConvertOptions
+from w4pack.convert.planning.plan import Plan
+from w4pack.convert.source.detect import Source
+
+
+def require_extras(what: str) -> None:
+    """Raise UsageError unless torch and transformers are installed."""
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{what} needs {' and '.join(missing)}",
+            code="extra-missing",
+            hint="pip install 'w4pack[quantize]'",
+        )
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use that many threads within an operation."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def quantize(
+    source: Source,
+    out: Path,
+    options: ConvertOptions,
+    origin: Mapping[str, str] | None,
+    running: Running,
+    on_plan: OnPlan | None,
+) -> Report:
+    """Quantize a source; see ``jobs.quantized.quantize_model``."""
+    require_extras("quantizing")
+    from w4pack.convert.hub.fill import card_of
+    from w4pack.convert.jobs.quantized import quantize_model
+    from w4pack.convert.jobs.quantized_source import prepare
+
+    with threads(running.workers):
+        prepared = prepare(source, options, origin, running)
+        return quantize_model(
+            prepared,
+            out,
+            running,
+            card=lambda plan, report: card_of(source, plan, origin, {}, report),
+            on_plan=on_plan,
+        )
+
+
+def plan_only(
+    source: Source,
+    out: Path,
+    options: ConvertOptions,
+    origin: Mapping[str, str] | None,
+    running: Running,
+) -> tuple[Plan, tuple[Warning_, ...], ModelFacts, Source]:
+    """Plan a quantization. Writes nothing."""
+    require_extras("quantizing")
+    from w4pack.convert.jobs.quantized import plan_quantized
+    from w4pack.convert.jobs.quantized_source import prepare
+
+    with threads(running.workers):
+        return plan_quantized(prepare(source, options, origin, running), out, running)
