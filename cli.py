@@ -394,6 +394,37 @@ def push(**given: Any) -> None:
         run_push(given)
 
 
+@root.command("eval", short_help="Measure what a checkpoint has lost.")
+@click.argument("path")
+@click.option(
+    "--text", required=True, type=click.Path(), help="Text file to measure on, or JSONL with a `text` a line."
+)
+@click.option(
+    "--windows", type=click.IntRange(1), default=40, show_default=True, help="Most windows of the text."
+)
+@click.option("--seqlen", type=click.IntRange(2), default=512, show_default=True, help="Tokens of a window.")
+@click.option(
+    "--against", metavar="SRC", help="The source, a folder or ORG/NAME: its figures, and the divergence."
+)
+@click.option("--device", help="Where to compute: cpu (default), cuda or cuda:1.")
+@click.option(
+    "--threads", type=click.IntRange(0, 64), default=0, help="Worker threads; 0: one per core, at most 8."
+)
+@hub_options
+@output_options
+def evaluate(**given: Any) -> None:
+    """Measure the perplexity of PATH (a folder or ORG/NAME, in any form that w4pack reads), and with
+    --against how far its predictions are from those of its source.
+
+    \b
+    w4pack eval ./out --text book.txt --against ./llama-fp16
+    """
+    with _errors(given):
+        from w4pack.convert.evaluate import run_eval
+
+        run_eval(given)
+
+
 @root.command(short_help="Answer prompts with an artifact.")
 @click.argument("path")
 @click.argument("prompts", metavar="PROMPT...", nargs=-1, required=True)

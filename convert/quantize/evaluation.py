@@ -89,14 +89,14 @@ def compare(stream: Stream, reference: Stream | None) -> tuple[Score, Score | No
     """Score tokens 2 to L of each window, and compare with another model's predictions of the same tokens."""
     own, other, difference = Score(), Score() if reference else None, Difference() if reference else None
     for number, batch in enumerate(stream.tokens):
-        logits = stream.logits(number)
-        theirs = reference.logits(number) if reference is not None else None
         for row, tokens in enumerate(batch):
-            _score(own, logits[row], tokens)
-            if theirs is not None and other is not None and difference is not None:
-                _score(other, theirs[row], tokens)
-                difference.kl.append(divergence(theirs[row, :-1], logits[row, :-1]))
-                difference.agree.append((theirs[row, :-1].argmax(-1) == logits[row, :-1].argmax(-1)).cpu())
+            logits = stream.logits(number, row)
+            _score(own, logits, tokens)
+            if reference is not None and other is not None and difference is not None:
+                theirs = reference.logits(number, row)
+                _score(other, theirs, tokens)
+                difference.kl.append(divergence(theirs[:-1], logits[:-1]))
+                difference.agree.append((theirs[:-1].argmax(-1) == logits[:-1].argmax(-1)).cpu())
     return own, other, difference
 
 

@@ -4,7 +4,6 @@ How a layer is called (masks, positions, rotary tables) is asked of the model it
 with stand-ins for the layers, which write down what each is given. So no architecture needs code of its own.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,23 +120,22 @@ class Stream:
         for number, hidden in enumerate(self.hidden):
             self.hidden[number] = self.run(layer, index, hidden)
 
-    def logits(self, number: int) -> torch.Tensor:
-        """Return the logits (windows, length, vocabulary) float32 of a batch that is through all layers."""
-        layers = self.skeleton.layers
+    def logits(self, number: int, row: int | None = None) -> torch.Tensor:
+        """Return the logits (windows, length, vocabulary) float32 of a batch that is through all layers.
+
+        ``row``: of one of its windows alone, (length, vocabulary).
+        """
+        part = slice(None) if row is None else slice(row, row + 1)
+        hidden = self.hidden[number][part]
         stand_ins: list[nn.Module] = [
-            StandIn(layer, as_tuple=self.as_tuple, output=self.hidden[number]) for layer in layers
+            StandIn(layer, as_tuple=self.as_tuple, output=hidden) for layer in self.skeleton.layers
         ]
-        with replaced(layers, stand_ins), torch.no_grad():
-            batch = self.tokens[number].to(self.skeleton.device)
-            made: torch.Tensor = self.skeleton.model(batch, use_cache=False).logits
-        return made.float()
+        with replaced(self.skeleton.layers, stand_ins), torch.no_grad():
+            tokens = self.tokens[number][part].to(self.skeleton.device)
+            made: torch.Tensor = self.skeleton.model(tokens, use_cache=False).logits
+        return made.float() if row is None else made[0].float()
 
 
 def batches_of(tokens: torch.Tensor, per_batch: int) -> list[torch.Tensor]:
     """Cut windows (W, L) into batches."""
     return list(torch.split(tokens, max(1, per_batch)))
-
-
-def tensors_in(values: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of some tensors."""
-    return sum(v.numel() * v.element_size() for v in values)

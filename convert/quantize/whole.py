@@ -151,5 +151,5 @@ class ModelRun:
     def outcome(self) -> Outcome:
         """Compare the logits of the witness tokens, after the last layer."""
         before, after = self.witness
-        kl = divergence(before.logits(0), after.logits(0))
+        kl = divergence(before.logits(0, 0), after.logits(0, 0))
         return Outcome(float(kl.mean()), kl.numel())

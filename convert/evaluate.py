@@ -1,0 +1,194 @@
+"""``w4pack eval``: perplexity of a checkpoint in any form that w4pack reads, and its divergence from another.
+
+The weights are those of the file, whatever engine will run it; transformers' own layers do the arithmetic,
+one in memory at a time. Imports nothing heavy when loaded.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from w4pack.convert.console import Given, print_json, question_reporter, where_of
+from w4pack.convert.errors import UsageError
+from w4pack.convert.events import SCHEMA, Reporter
+from w4pack.convert.jobs import manifest
+from w4pack.convert.jobs.conversion import Running
+from w4pack.convert.opening import Where, opened
+from w4pack.convert.quantized import require_extras, threads
+from w4pack.convert.source.detect import Source, read_source
+from w4pack.convert.source.reading import DetectOptions
+
+if TYPE_CHECKING:
+    import torch
+
+    from w4pack.convert.quantize.stream import Stream
+
+BATCH_TOKENS = 4096  # in one run of a layer
+OVERLAP = 0.01  # share of the calibration text that the measured text may hold before a warning
+
+
+def run_eval(given: Given) -> None:
+    """Measure, and print the figures."""
+    reporter = question_reporter(given)
+    try:
+        value = evaluate(
+            given["path"],
+            given["text"],
+            windows=given["windows"],
+            seqlen=given["seqlen"],
+            against=given["against"],
+            device=given["device"] or "cpu",
+            workers=given["threads"],
+            where=where_of(given),
+            reporter=reporter,
+        )
+    finally:
+        reporter.close()
+    if given["as_json"]:
+        print_json(value)
+    else:
+        print("\n".join(_lines(value)), flush=True)
+
+
+def evaluate(
+    path: str | Path,
+    text: str | Path,
+    *,
+    windows: int = 40,
+    seqlen: int = 512,
+    against: str | Path | None = None,
+    device: str = "cpu",
+    workers: int = 0,
+    where: Where | None = None,
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
+    """Return the object of ``eval --json``.
+
+    The text is tokenized as a whole without special tokens and cut into consecutive windows of ``seqlen``
+    tokens; each is run by itself and scores its tokens 2 to ``seqlen``. ``against``: a model of the same
+    tokenizer, usually the source; its perplexity and the divergence from its predictions are measured too.
+
+    Raises UsageError for a text without one whole window, SourceError for a model that cannot be read,
+    Refused for one that transformers cannot build.
+    """
+    require_extras("measuring a model")
+    from w4pack.convert.events import Quiet
+    from w4pack.convert.jobs.quantized_source import device_of, tokenizer_of
+    from w4pack.convert.quantize import calibration, evaluation
+
+    place, told = where or Where(), reporter or Quiet()
+    texts, name = calibration.read_texts(str(text))
+    target = device_of(device)
+    with threads(Running(threads=workers).workers), opened(path, place, told) as (checkpoint, _):
+        source = read_source(checkpoint, DetectOptions())
+        tokens, _ = calibration.tokens_of(texts, tokenizer_of(source), str(text))
+        cut = _cut(tokens, windows, seqlen, str(text))
+        own = _through(source, cut, target)
+        if against is None:
+            found = evaluation.compare(own, None)
+        else:
+            with opened(against, place, told) as (other, _):
+                reference = read_source(other, DetectOptions())
+                found = evaluation.compare(own, _through(reference, cut, target))
+        shared = _overlap(checkpoint.store.read, checkpoint.store.files(), cut)
+    value: dict[str, Any] = {
+        "schema": SCHEMA,
+        "path": str(path),
+        "text": name,
+        "windows": int(cut.shape[0]),
+        "seqlen": seqlen,
+        "scored": found[0].scored,
+        "digest": _digest(cut),
+        "perplexity": found[0].perplexity,
+        "calibration_overlap": shared,
+        "against": None if against is None else str(against),
+    }
+    if found[1] is not None and found[2] is not None:
+        mean, half = evaluation.interval([a - b for a, b in zip(found[0].nll, found[1].nll, strict=True)])
+        value |= {
+            "perplexity_against": found[1].perplexity,
+            "nats": mean,
+            "nats_interval": half if half < 1e300 else None,
+            **found[2].summary(),
+        }
+    if shared > OVERLAP:
+        told.event("warning", code="calibration-overlap", where=name, text=_overlap_text(shared))
+    return value
+
+
+def _overlap_text(share: float) -> str:
+    return (
+        f"{share:.0%} of the text that this model was calibrated with occurs in the measured text: "
+        "the figures are better than on other text"
+    )
+
+
+def _cut(tokens: "torch.Tensor", windows: int, seqlen: int, where: str) -> "torch.Tensor":
+    count = min(windows, tokens.numel() // seqlen)
+    if count == 0:
+        raise UsageError(
+            "the text has no whole window",
+            where=where,
+            expected=f"at least {seqlen} tokens",
+            found=f"{tokens.numel()} tokens",
+            hint="`--seqlen` makes windows shorter",
+        )
+    return tokens[: count * seqlen].view(count, seqlen)
+
+
+def _through(source: Source, cut: "torch.Tensor", device: "torch.device") -> "Stream":
+    import torch
+
+    from w4pack.convert.jobs.numbers import Numbers
+    from w4pack.convert.quantize import evaluation
+
+    dtype = torch.float32 if device.type == "cpu" else _own_dtype(source)
+    return evaluation.through(
+        source.config,
+        Numbers(source),
+        cut,
+        device,
+        dtype,
+        per_batch=max(1, BATCH_TOKENS // cut.shape[1]),
+    )
+
+
+def _own_dtype(source: Source) -> "torch.dtype":
+    """Return the dtype of the model's embeddings: that of its arithmetic on a GPU."""
+    from w4pack.convert.files.provider import torch_dtype
+
+    wide = [t for t in source.dense if len(t.shape) == 2 and t.dtype in ("F16", "BF16", "F32")]
+    return torch_dtype(wide[0].dtype if wide else "F16")
+
+
+def _overlap(read: Any, files: Mapping[str, int], cut: "torch.Tensor") -> float:
+    """Return the share of the model's calibration text that occurs in the measured one."""
+    from w4pack.convert.quantize.calibration import overlap
+
+    value = manifest.of_store(read, files)
+    record = ((value or {}).get("quantization") or {}).get("calibration")
+    return overlap(record, cut.reshape(-1).numpy()) if isinstance(record, dict) else 0.0
+
+
+def _digest(cut: "torch.Tensor") -> str:
+    from hashlib import sha256
+
+    return sha256(cut.reshape(-1).numpy().astype("<i4").tobytes()).hexdigest()
+
+
+def _lines(value: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"text        {value['text']}: {value['windows']} windows of {value['seqlen']} tokens, "
+        f"digest {value['digest'][:16]}",
+        f"perplexity  {value['perplexity']:.3f}",
+    ]
+    if value["against"] is not None:
+        half = value["nats_interval"]
+        spread = "" if half is None else f" +- {half:.4f} (95 %)"
+        lines += [
+            f"against     {value['against']}: {value['perplexity_against']:.3f}",
+            f"lost        {value['nats']:.4f} nats a token{spread}",
+            f"divergence  mean {value['kl_mean']:.4f}, 99.9th percentile {value['kl_p999']:.4f} nats",
+            f"agreement   {value['top1_agreement']:.2%} of the likeliest tokens",
+        ]
+    return lines
