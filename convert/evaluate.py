@@ -100,6 +100,7 @@ def evaluate(
         "scored": found[0].scored,
         "digest": _digest(cut),
         "perplexity": found[0].perplexity,
+        "window_nats": found[0].nll,
         "calibration_overlap": shared,
         "against": None if against is None else str(against),
     }

@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from w4pack.convert import formats
-from w4pack.convert.core import bitpack, dtypes
+from w4pack.convert.core import bitpack, dtypes, families
 from w4pack.convert.core.dequant import dequantize
 from w4pack.convert.core.facts import ModelFacts, Warning_
+from w4pack.convert.core.families import natural_key
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import VerifyError
@@ -243,8 +244,9 @@ class QuantizeRun:
     def _judge(self, model: ModelRun) -> None:
         found = model.outcome()
         self.outcome = {"kl": found.kl, "kl_tokens": found.tokens}
-        if model.experts:
-            self.outcome["expert_tokens"] = model.experts
+        counts = self._expert_tokens()
+        if counts:
+            self.outcome["expert_tokens"] = counts
         if not found.kl <= KL_LIMIT:
             raise VerifyError(
                 "the quantized model no longer predicts what the source does; nothing is published",
@@ -254,6 +256,17 @@ class QuantizeRun:
                 found=f"{found.kl:.3f}",
                 hint="more bits, smaller groups, `--rotate offline` or more calibration text lose less",
             )
+
+    def _expert_tokens(self) -> dict[str, list[int]]:
+        """Return name of a set of experts -> calibration tokens of each, in their order."""
+        found: dict[str, dict[int, int]] = {}
+        for number, item in self.finished.items():
+            op = self.plan.ops[number]
+            expert = families.expert_index(op.source) if op.kind == "layer" else None
+            if expert is not None:
+                name = self.plans[op.source].name.rpartition(f".{expert}.")[0]
+                found.setdefault(name, {})[expert] = int(item.report["tokens"])
+        return {name: [c for _, c in sorted(found[name].items())] for name in sorted(found, key=natural_key)}
 
     # ---- files ----------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,9 @@ import torch
 
 from w4pack.convert.errors import UsageError
 
-SAMPLE = "calibration.txt"  # the beginning of Jane Austen's Emma (1815), public domain
+SAMPLE = (
+    Path(__file__).parent / "data" / "calibration.txt"
+)  # the beginning of Jane Austen's Emma (1815), public domain
 NAME = "built-in sample"
 GRAM = 16  # tokens that are hashed together for the sketch
 SKETCH = 256  # smallest hashes that are kept: enough to see an overlap of a few percent
@@ -61,7 +62,7 @@ class Calibration:
 def read_texts(path: str | None) -> tuple[list[str], str]:
     """Return texts and a name for them. Raises UsageError for a file that gives none."""
     if path is None:
-        return [resources.files(__package__).joinpath("data", SAMPLE).read_text(encoding="utf-8")], NAME
+        return [SAMPLE.read_text(encoding="utf-8")], NAME
     file = Path(path)
     try:
         raw = file.read_bytes().decode("utf-8")

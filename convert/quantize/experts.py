@@ -26,17 +26,13 @@ class Expert(nn.Module):
 
 
 class SplitExperts(nn.ModuleList):
-    """All experts of a layer, called as the fused ones are.
-
-    tokens  tokens that each expert has got, a list of E counts
-    """
+    """All experts of a layer, called as the fused ones are."""
 
     def __init__(
         self, count: int, hidden: int, inner: int, act_fn: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         super().__init__([Expert(hidden, inner) for _ in range(count)])
         self.act_fn = act_fn
-        self.tokens = [0] * count
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -47,7 +43,6 @@ class SplitExperts(nn.ModuleList):
             token, choice = torch.where(top_k_index == number)
             if not token.numel():
                 continue
-            self.tokens[number] += token.numel()
             x = hidden_states[token]
             y = expert.down_proj(self.act_fn(expert.gate_proj(x)) * expert.up_proj(x))
             y = y * top_k_weights[token, choice, None]

@@ -15,7 +15,6 @@ from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import Refused
 from w4pack.convert.files.provider import Provider
 from w4pack.convert.quantize.evaluation import divergence
-from w4pack.convert.quantize.experts import SplitExperts
 from w4pack.convert.quantize.layer import LayerWork
 from w4pack.convert.quantize.linears import Quantized
 from w4pack.convert.quantize.settings import Settings
@@ -69,7 +68,6 @@ class ModelRun:
         self.source = self._started(batches_of(windows, per_batch)) if settings.strength > 0 else None
         few = windows[:1, :WITNESS]
         self.witness = self._started([few]), self._started([few])
-        self.experts: dict[str, list[int]] = {}
 
     def _started(self, batches: list[torch.Tensor]) -> Stream:
         stream = Stream(self.skeleton, batches)
@@ -120,7 +118,6 @@ class ModelRun:
         source = None if self.source is None else (copy.deepcopy(layer), self.source)
         schemes = {path: self.schemes[name] for path, name in places.items()}
         made = LayerWork(layer, index, schemes, self.settings, source).run(self.stream)
-        self._count_experts(index, layer)
         self.witness[1].advance(layer, index)
         self.skeleton.empty(layer)
         return {places[path]: codes for path, codes in made.items()}
@@ -142,11 +139,6 @@ class ModelRun:
         self.stream.advance(layer, index)
         self.witness[1].advance(layer, index)
         self.skeleton.empty(layer)
-
-    def _count_experts(self, index: int, layer: nn.Module) -> None:
-        for path, module in layer.named_modules():
-            if isinstance(module, SplitExperts):
-                self.experts[f"{self.skeleton.prefix(index)}{path}"] = list(module.tokens)
 
     def outcome(self) -> Outcome:
         """Compare the logits of the witness tokens, after the last layer."""

@@ -1,0 +1,492 @@
+"""What lies in the folder: the weights that were simulated, in every target, for every option."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import oracle
+from quantize import sources
+from runner import Run, run
+from w4pack.convert.files.checkpoint import open_checkpoint
+from w4pack.convert.files.local import LocalStore
+from w4pack.convert.jobs.numbers import Numbers
+from w4pack.convert.quantize import layer as layer_module
+from w4pack.convert.quantize.linears import Quantized
+from w4pack.convert.source.detect import read_source
+from w4pack.convert.source.reading import DetectOptions
+
+FEW = ("--samples", 8, "--seqlen", 64, "--threads", 1)
+
+
+def quantize(source: Path, out: Path, *options: Any, text: Path | None = None, to: str = "marlin") -> Run:
+    """Run ``convert --quantize gptq``."""
+    given = () if text is None else ("--calibration", text)
+    words = (*FEW, *given, *options)
+    if "--quantize" not in options:
+        words = ("--quantize", "gptq", "--group-size", 32, *words)
+    return run("convert", source, out, "--to", to, "--json", *words)
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    """Return the weights (N, K) float64 of every packed linear, by the tests' own reader."""
+    return {
+        name: (
+            (lin.codes.astype(np.float64) - lin.zeros[lin.gi]) * oracle.widen(lin.scales, lin.tag)[lin.gi]
+        ).T
+        for name, lin in oracle.decode_folder(folder).items()
+    }
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "w4pack.json").read_text())
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Return the hash of every file."""
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], torch.Tensor]:
+    """Weights that layers computed with once they were quantized: (layer, path) -> (N, K)."""
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    original = layer_module.LayerWork.run
+
+    def spying(self: layer_module.LayerWork, stream: Any) -> dict[str, Quantized]:
+        made = original(self, stream)
+        for path in made:
+            found[self.index, path] = self.layer.get_submodule(path).weight.detach().clone()
+        return made
+
+    monkeypatch.setattr(layer_module.LayerWork, "run", spying)
+    return found
+
+
+@pytest.mark.parametrize("to", ["marlin", "gptq", "compressed-tensors", "marlin-legacy"])
+@pytest.mark.parametrize("sym", ["--sym", "--asym"])
+def test_the_file_holds_the_weights_that_were_simulated_bit_for_bit(
+    to: str, sym: str, llama: Path, book: Path, tmp_path: Path, simulated: dict[tuple[int, str], torch.Tensor]
+) -> None:
+    group = ("--group-size", -1) if to == "marlin-legacy" else ("--group-size", 32)
+    done = quantize(llama, tmp_path / "out", "--quantize", "gptq", sym, *group, text=book, to=to)
+    if to == "marlin-legacy":
+        if sym == "--asym":
+            done.expect(3)
+            return
+        if done.code == 3:
+            pytest.skip("needs larger layers than the tiny model has")
+    done.expect(0)
+    read = weights(tmp_path / "out")
+    assert len(read) == len(simulated) == 14
+    for (index, path), value in simulated.items():
+        stored = read[f"model.layers.{index}.{path}"]
+        assert np.array_equal(stored, value.double().numpy()), path
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_awq_holds_asymmetric_four_bit(method: str, llama: Path, book: Path, tmp_path: Path) -> None:
+    options = ("--quantize", method, "--group-size", 32, "--asym")
+    given = () if method == "rtn" else ("--calibration", book, *FEW)
+    run("convert", llama, tmp_path / "out", "--to", "awq", *options, *given).expect(0)
+    source = oracle.read_folder(llama)
+    for name, value in weights(tmp_path / "out").items():
+        exact = source[f"{name}.weight"].array().astype(np.float64)
+        assert np.abs(value - exact).max() < 0.35 * np.abs(exact).max()
+
+
+def test_a_gptq_output_loads_in_transformers_and_predicts_what_its_weights_say(
+    llama: Path, book: Path, tmp_path: Path
+) -> None:
+    """The converter, which has its own proofs, makes a dense model of the output; `eval` reads the same."""
+    quantize(llama, tmp_path / "out", text=book, to="gptq").expect(0)
+    run("convert", tmp_path / "out", tmp_path / "dense", "--to", "dense", "--dtype", "float32").expect(0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    state = model.state_dict()
+    for name, value in weights(tmp_path / "out").items():
+        assert np.array_equal(state[f"{name}.weight"].double().numpy(), value)
+    with open_checkpoint(LocalStore(tmp_path / "out")) as checkpoint:
+        numbers = Numbers(read_source(checkpoint, DetectOptions()))
+        for name in state:
+            if name in set(numbers.names()):
+                assert torch.equal(numbers.get(name).float(), state[name].float()), name
+
+
+def test_gptq_is_nearer_to_the_source_than_rounding_and_the_shift_is_nearer_still(
+    llama: Path, book: Path, tmp_path: Path
+) -> None:
+    other = sources.text(tmp_path / "other.txt", seed=7)
+    lost = {}
+    for name, options in {
+        "rtn": ("--quantize", "rtn", "--group-size", 32),
+        "gptq": (
+            "--quantize",
+            "gptq",
+            "--group-size",
+            32,
+            "--no-gptaq",
+            "--calibration",
+            book,
+            "--samples",
+            32,
+        ),
+        "gptaq": ("--quantize", "gptq", "--group-size", 32, "--calibration", book, "--samples", 32),
+    }.items():
+        more = () if name == "rtn" else ("--seqlen", 64)
+        run("convert", llama, tmp_path / name, "--to", "gptq", *options, *more, "--threads", 1).expect(0)
+        told = run(
+            "eval",
+            tmp_path / name,
+            "--text",
+            other,
+            "--windows",
+            16,
+            "--seqlen",
+            64,
+            "--against",
+            llama,
+            "--json",
+        ).expect(0)
+        lost[name] = told.data["kl_mean"]
+    assert lost["gptaq"] < lost["gptq"] < lost["rtn"]
+
+
+# ---- options (F83) --------------------------------------------------------------------------------------
+
+
+CHANGES = {
+    "bits": ("--bits", 8),
+    "group": ("--group-size", 64),
+    "channel": ("--group-size", -1),
+    "asym": ("--asym",),
+    "plain": ("--no-gptaq",),
+    "rtn": ("--quantize", "rtn"),
+    "module-bits": ("--module-bits", "re:.*down_proj=8"),
+    "left": ("--module-bits", "re:.*down_proj=16"),
+    "ignore": ("--ignore", "model.layers.1.mlp.up_proj"),
+    "samples": ("--samples", 4),
+    "seqlen": ("--seqlen", 32),
+    "seed": ("--seed", 1),
+    "damp": ("--damp", 0.2),
+    "sample-text": ("--calibration", None),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(llama: Path, book: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("plain") / "out"
+    quantize(llama, out, text=book).expect(0)
+    return out
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_f83_every_option_changes_what_is_recorded_and_what_is_written(
+    name: str, plain: Path, llama: Path, book: Path, tmp_path: Path
+) -> None:
+    words: dict[str, Any] = {"--quantize": "gptq", "--group-size": 32, "--calibration": book}
+    words |= {"--samples": 8, "--seqlen": 64}
+    option, *value = CHANGES[name]
+    words[option] = value[0] if value else ""
+    if name == "rtn":
+        words = {"--quantize": "rtn", "--group-size": 32}
+    flat = [str(w) for key, v in words.items() if v is not None for w in ((key, v) if v != "" else (key,))]
+    out = tmp_path / "out"
+    run("convert", llama, out, *flat, "--threads", 1).expect(0)
+    one, two = manifest(plain), manifest(out)
+    assert one["options"] != two["options"] or one["quantization"] != two["quantization"]
+    assert one["tensors"] != two["tensors"]
+    card = (out / "README.md").read_text()
+    for setting in ("method", "gptaq", "bits", "group size", "sym", "samples", "seqlen", "damp"):
+        assert f"- {setting}: " in card  # every effective setting, with its default
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        (("--bits", 8), "--bits"),
+        (("--gptaq",), "--gptaq"),
+        (("--calibration", "x.txt"), "--calibration"),
+        (("--device", "cpu"), "--device"),
+        (("--quantize", "gptq", "--regroup"), "--regroup"),
+        (("--quantize", "gptq", "--widen"), "--widen"),
+        (("--quantize", "gptq", "--to", "dense"), "--quantize"),
+        (("--quantize", "gptq", "--damp", 0), "--damp"),
+        (("--quantize", "gptq", "--module-bits", "x=5"), "--module-bits"),
+        (("--quantize", "gptq", "--module-bits", "nobody=8"), "--module-bits"),
+        (("--quantize", "gptq", "--ignore", "nobody"), "--ignore"),
+        (("--quantize", "rtn", "--device", "tpu"), "--device"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_f83_options_that_cannot_act_are_usage_errors(
+    options: tuple[Any, ...], where: str, llama: Path, tmp_path: Path
+) -> None:
+    done = run("convert", llama, tmp_path / "out", "--json", *options)
+    done.expect(2)
+    assert done.error["where"] == where
+    assert not (tmp_path / "out").exists()
+
+
+# ---- sources --------------------------------------------------------------------------------------------
+
+
+def test_f80_a_source_that_is_quantized_is_refused_with_the_way(demo: Path, tmp_path: Path) -> None:
+    done = run("convert", demo, tmp_path / "out", "--quantize", "rtn", "--json").expect(3)
+    assert done.error["code"] == "already-quantized"
+    assert "--to dense" in done.error["hint"] and "error" in done.error["hint"]
+
+
+def test_f80_settings_of_a_quantizer_beside_16_bit_weights_are_left_out(llama: Path, tmp_path: Path) -> None:
+    stale = tmp_path / "stale"
+    stale.mkdir()
+    for file in llama.iterdir():
+        (stale / file.name).write_bytes(file.read_bytes())
+    config = json.loads((stale / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 8, "group_size": 128}
+    (stale / "config.json").write_text(json.dumps(config))
+    done = run("convert", stale, tmp_path / "out", "--quantize", "rtn", "--group-size", 32, "--json").expect(
+        0
+    )
+    assert any(e.get("code") == "stale-config" for e in done.events)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["bits"] == 4
+
+
+def test_f80_fp8_weights_are_refused(llama: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "fp8"
+    folder.mkdir()
+    for file in llama.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors")
+    done = run("convert", folder, tmp_path / "out", "--quantize", "rtn", "--json").expect(3)
+    assert done.error["code"] in (
+        "already-quantized",
+        "fp8-weight",
+        "foreign-weight",
+        "dtype-unknown",
+        "method-unknown",
+    )
+    assert name in json.dumps(done.error)
+
+
+# ---- resume ---------------------------------------------------------------------------------------------
+
+
+HOOK = "W4PACK_TEST_EXIT_AT"
+
+
+def _stopped(step: int, *words: Any) -> bool:
+    """Run the command in a forked child that leaves at its n-th step; return whether it got to its end."""
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            os.environ[HOOK] = str(step)
+            code = run(*words).code
+        finally:
+            os._exit(code if code in (0, 1, 3, 4) else 70)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork, beside idle threads of linear algebra
+def test_a_run_that_was_stopped_anywhere_resumes_to_the_same_bytes(
+    llama: Path, book: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = (
+        "convert",
+        llama,
+        out,
+        "--quantize",
+        "gptq",
+        "--group-size",
+        32,
+        "--calibration",
+        book,
+        *FEW,
+        "-q",
+    )
+    run(*words).expect(0)
+    wanted = tree(out)
+    done = False
+    for step in range(2, 400, 19):
+        for file in out.iterdir():
+            file.unlink()
+        out.rmdir()
+        done = _stopped(step, *words)
+        if done:
+            break
+        run(*words, "--resume").expect(0)
+        assert tree(out) == wanted, step
+    assert done, "a run of this size has fewer steps"
+
+
+def test_a_resumed_run_does_not_quantize_finished_layers_again(
+    llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from w4pack.convert.jobs import quantized
+
+    out = tmp_path / "out"
+    original = quantized.ModelRun.quantize
+    seen: list[int] = []
+
+    def stopping(self: Any, index: int) -> Any:
+        seen.append(index)
+        if index == 1 and len(seen) == 2:
+            raise KeyboardInterrupt
+        return original(self, index)
+
+    monkeypatch.setattr(quantized.ModelRun, "quantize", stopping)
+    quantize(llama, out, text=book).expect(130)
+    assert not out.exists()
+    quantize(llama, out, "--resume", text=book).expect(0)
+    assert seen == [0, 1, 1]
+    quantize(llama, tmp_path / "again", text=book).expect(0)
+    assert tree(out) == tree(tmp_path / "again")
+
+
+def test_resuming_with_other_text_is_refused(
+    llama: Path, book: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from w4pack.convert.jobs import quantized
+
+    out = tmp_path / "out"
+
+    def stop(self: Any, index: int) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantized.ModelRun, "quantize", stop)
+        quantize(llama, out, text=book).expect(130)
+    other = sources.text(tmp_path / "book.txt", seed=5)
+    done = quantize(llama, out, "--resume", text=other).expect(3)
+    assert done.error["code"] == "resume-differs"
+
+
+# ---- gates ----------------------------------------------------------------------------------------------
+
+
+def test_f81_a_hessian_of_garbage_falls_back_and_says_so(
+    llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from w4pack.convert.quantize.hessian import Statistics
+
+    original = Statistics.hessian
+
+    def garbage(self: Statistics) -> torch.Tensor:
+        found = original(self)
+        if found.shape[0] != 128:
+            return found
+        wild = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) * 10
+        return wild @ wild.T
+
+    monkeypatch.setattr(Statistics, "hessian", garbage)
+    quantize(llama, tmp_path / "out", text=book).expect(0)
+    layers = manifest(tmp_path / "out")["layers"]
+    downs = [entry for name, entry in layers.items() if name.endswith("down_proj")]
+    assert [entry["method"] for entry in downs] == ["rtn", "rtn"]
+    assert all("worse than rounding" in entry["note"] for entry in downs)
+    assert all(entry["error"] == entry["rtn_error"] for entry in downs)
+    assert "worse than rounding to nearest" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_f81_a_result_that_no_longer_predicts_is_not_published(
+    llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from w4pack.convert.quantize import linears
+
+    original = linears._finish
+
+    def broken(codes: torch.Tensor, *rest: Any) -> Any:
+        return original(15 - codes, *rest)
+
+    monkeypatch.setattr(linears, "_finish", broken)
+    monkeypatch.setattr("w4pack.convert.jobs.quantized.KL_LIMIT", 0.5)
+    done = quantize(llama, tmp_path / "out", text=book).expect(4)
+    assert done.error["code"] == "quality"
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("*.w4pack-staging"))
+
+
+def test_f73_activations_that_are_not_finite_stop_the_job(book: Path, tmp_path: Path) -> None:
+    model = sources.llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate_proj.weight.fill_(float("inf"))
+    source = sources.save(model, tmp_path / "src")
+    done = quantize(source, tmp_path / "out", text=book)
+    assert done.code in (1, 3)
+    assert done.error["code"] in ("activations", "weight-range")
+    assert "gate_proj" in json.dumps(done.error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_f73_large_activations_of_a_bfloat16_model_stay_finite(book: Path, tmp_path: Path) -> None:
+    model = sources.llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(3e5)
+    source = sources.save(model, tmp_path / "src", torch.bfloat16)
+    quantize(source, tmp_path / "out", text=book).expect(0)
+    assert all(np.isfinite(e["error"]) for e in manifest(tmp_path / "out")["layers"].values())
+
+
+# ---- shapes ---------------------------------------------------------------------------------------------
+
+
+def test_layers_off_the_tile_are_padded_and_decode_to_what_was_simulated(
+    book: Path, tmp_path: Path, simulated: dict[tuple[int, str], torch.Tensor]
+) -> None:
+    model = sources.llama(hidden_size=48, intermediate_size=80, head_dim=24, num_hidden_layers=1)
+    source = sources.save(model, tmp_path / "src")
+    quantize(source, tmp_path / "out", text=book).expect(0)
+    read = weights(tmp_path / "out")
+    for (index, path), value in simulated.items():
+        assert np.array_equal(read[f"model.layers.{index}.{path}"], value.double().numpy()), path
+
+
+def test_many_batches_give_what_one_batch_gives(
+    llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from w4pack.convert.quantize import whole
+
+    errors = {}
+    for name, tokens in (("one", 4096), ("many", 128)):
+        monkeypatch.setattr(whole, "BATCH_TOKENS", {"cpu": tokens, "cuda": tokens})
+        quantize(llama, tmp_path / name, text=book).expect(0)
+        errors[name] = {n: e["tokens"] for n, e in manifest(tmp_path / name)["layers"].items()}
+    assert errors["one"] == errors["many"]
+    assert set(errors["one"].values()) == {8 * 64}
+    one, many = weights(tmp_path / "one"), weights(tmp_path / "many")
+    for name in one:  # sums in another order: a code in a hundred may round the other way
+        differ = one[name] != many[name]
+        assert differ.mean() < 0.05, name
+
+
+def test_tied_embeddings_stay_tied(book: Path, tmp_path: Path) -> None:
+    source = sources.save(sources.llama(tie_word_embeddings=True), tmp_path / "src")
+    quantize(source, tmp_path / "out", text=book).expect(0)
+    assert "lm_head.weight" not in manifest(tmp_path / "out")["tensors"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_a_rotated_model_is_quantized_and_keeps_its_predictions(
+    llama: Path, book: Path, tmp_path: Path
+) -> None:
+    quantize(llama, tmp_path / "out", "--rotate", "offline", text=book).expect(0)
+    assert manifest(tmp_path / "out")["rotation"]["mode"] == "offline"
+    told = run(
+        "eval", tmp_path / "out", "--text", book, "--windows", 4, "--seqlen", 64, "--against", llama, "--json"
+    ).expect(0)
+    assert told.data["kl_mean"] < 0.5
+    run("verify", tmp_path / "out").expect(0)
