@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from w4pack.convert.core.families import natural_key
-from w4pack.convert.errors import Refused
+from w4pack.convert.errors import Refused, SourceError
 from w4pack.convert.files.provider import Provider, torch_dtype
 from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
 from w4pack.convert.rotate.plan import RotationPlan
@@ -50,10 +50,24 @@ class Rotated:
         steps = self.plan.steps.get(name, ())
         if not steps:
             return values if values.dtype == wanted else self._round(values, wanted, name)
+        self._refuse_nonfinite(values, name)
         made = torch.empty(values.shape, dtype=wanted, device=self.device)
         for part, target in self._bands(values, made, row_axes(steps)):
             target.copy_(self._round(self._apply(part.to(torch.float64), steps, name), wanted, name))
         return made
+
+    def _refuse_nonfinite(self, values: torch.Tensor, name: str) -> None:
+        """A NaN or an infinity would spread over every vector that it lies in."""
+        bad = ~torch.isfinite(values)
+        if bool(bad.any()):
+            place = [int(i) for i in bad.nonzero()[0]]
+            raise SourceError(
+                "a weight is not a finite number, and rotating it would spread it",
+                code="nonfinite",
+                where=f"{self.plan.added.get(name, name)}{place}",
+                expected="finite weights",
+                found=f"{int(bad.sum())} of {bad.numel()} not finite",
+            )
 
     def _bands(
         self, values: torch.Tensor, made: torch.Tensor, axes: set[int]
