@@ -20,7 +20,7 @@ OUT = .demo
 
 export PYTHON
 
-.PHONY: help demo test test-fast test-matrix test-engines lint format docs dist bench clean kernels
+.PHONY: help demo test test-fast test-matrix test-engines test-vllm lint format docs dist bench clean kernels
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,9 @@ test-matrix: .venv/stamp .venv-low/stamp .venv-high/stamp ## transformers and hu
 
 test-engines: ## the portable targets and check's verdicts in real engines on the CPU; heavy
 	bash tests/engines/run.sh
+
+test-vllm: ## every fixture's artifact in vLLM with the plugin, on the CPU; heavy
+	bash tests/engines/run.sh --only artifacts
 
 lint: .venv/stamp ## format, lint, types
 	.venv/bin/ruff format --check .

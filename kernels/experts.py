@@ -15,7 +15,6 @@ from w4pack.kernels import moe_ops
 from w4pack.kernels.modules import PackedLinear, PackedTensors, side_by_side
 from w4pack.kernels.spec import SUFFIXES, LinearSpec
 
-
 STACKED = SUFFIXES[:-1]  # no bias
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # x, rows, offsets -> pairs
 

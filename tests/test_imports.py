@@ -32,9 +32,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("w4pack.convert.source", "w4pack.kernels"),
     ("w4pack.convert.planning",),
     ("w4pack.convert.jobs",),
+    ("w4pack.convert.modeljobs",),  # jobs that compute with a model: torch
     ("w4pack.convert.hub",),
     ("w4pack.convert",),  # its own files: the Python API
-    ("w4pack.kernels.hf",),  # artifacts in transformers: loading and generation
+    ("w4pack.kernels.hf", "w4pack.kernels.vllm"),  # artifacts in transformers and in vLLM
     ("w4pack.kernels.bench",),  # timing one's own shapes
     ("w4pack.cli",),
     ("w4pack.__main__",),
@@ -51,8 +52,10 @@ OUTSIDE: dict[str, set[str]] = {
     "w4pack.convert.source": {"numpy"},
     "w4pack.convert.planning": {"numpy"},
     "w4pack.convert.jobs": {"numpy"},
+    "w4pack.convert.modeljobs": {"numpy", "torch"},
     "w4pack.kernels": {"numpy", "torch"},
     "w4pack.kernels.hf": {"torch", "transformers"},
+    "w4pack.kernels.vllm": {"torch", "vllm"},
     "w4pack.kernels.bench": {"torch"},
     "w4pack.cli": {"click"},
 }

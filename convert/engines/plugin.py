@@ -75,8 +75,8 @@ RULES = (
         "an artifact without online transforms", whole=_online, run=True,
     ),
     Rule(
-        "vllm.plugin-group", "refuses", "group size", "no kernel", "convert --to marlin splits multiples of 32",
-        test=w4pack.group,
+        "vllm.plugin-group", "refuses", "group size", "no kernel",
+        "convert --to marlin splits multiples of 32", test=w4pack.group,
     ),
     Rule(
         "vllm.plugin-heads", "refuses", "attention heads", "heads cannot be split unevenly", "lower TP",

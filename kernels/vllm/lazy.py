@@ -41,7 +41,7 @@ class Ledger:
 
     def note(self, target: torch.Tensor, source: "FileTensor") -> bool:
         """Write a copy down; False if it is none of rectangles of bytes, and must be done by reading."""
-        view = source.view
+        view = source.window
         self.written.add(target.untyped_storage().data_ptr())
         if target.dtype != view.dtype or target.shape != view.shape or target.device.type == "meta":
             return False
@@ -52,8 +52,8 @@ class Ledger:
         size = view.element_size()
         storage = target.untyped_storage()
         number = self._arena(storage, target.device)
-        offset = source.info.offset + view.storage_offset() * size
-        to = target.storage_offset() * size
+        offset = source.info.offset + int(view.storage_offset()) * size
+        to = int(target.storage_offset()) * size
         if width * rows:
             self._moves.append(Move(source.info.file, offset, pitch, width, rows, number, to, step))
         return True
@@ -61,7 +61,7 @@ class Ledger:
     def _arena(self, storage: torch.UntypedStorage, device: torch.device) -> int:
         address = storage.data_ptr()
         if address not in self._arenas:
-            whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+            whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
             self._arenas[address] = len(self._arenas), whole
         return self._arenas[address][0]
 
@@ -86,46 +86,53 @@ class Ledger:
 class FileTensor(torch.Tensor):
     """A tensor of a file, or a view of one.
 
-    view  on the ``meta`` device: its shape, strides and offset are those within the file's tensor
-    info  of the whole tensor
+    window  on the ``meta`` device: its shape, strides and offset are those within the file's tensor
+    info    of the whole tensor
     """
 
-    view: torch.Tensor
+    window: torch.Tensor
     info: TensorInfo
     ledger: Ledger
 
     @staticmethod
-    def __new__(cls, view: torch.Tensor, info: TensorInfo, ledger: Ledger) -> "FileTensor":
-        """Return it: of the view's shape, on the CPU as far as anyone asks."""
-        made: FileTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(
+        cls: type["FileTensor"], window: torch.Tensor, info: TensorInfo, ledger: Ledger
+    ) -> "FileTensor":
+        """Return it: of the window's shape, on the CPU as far as anyone asks."""
+        made: FileTensor = torch.Tensor._make_wrapper_subclass(
             cls,
-            view.shape,
-            strides=view.stride(),
-            storage_offset=view.storage_offset(),
-            dtype=view.dtype,
-            device="cpu",
+            window.shape,
+            strides=window.stride(),
+            storage_offset=window.storage_offset(),
+            dtype=window.dtype,
+            device=torch.device("cpu"),
             requires_grad=False,
         )
-        made.view, made.info, made.ledger = view, info, ledger
+        made.window, made.info, made.ledger = window, info, ledger
         return made
 
-    def __init__(self, view: torch.Tensor, info: TensorInfo, ledger: Ledger) -> None:
+    def __init__(self, window: torch.Tensor, info: TensorInfo, ledger: Ledger) -> None:
         pass
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Say which tensor of which file it is."""
         return f"FileTensor({self.info.name}, {list(self.shape)}, {self.dtype})"
 
     def whole(self) -> torch.Tensor:
         """Read the tensor and return this view of it."""
         real = self.ledger.read(self.info)
-        return real.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
+        window = self.window
+        return real.as_strided(window.shape, window.stride(), window.storage_offset())
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator: a view of a file's tensor is one again, a copy is written down, else it is read."""
+        """Run an operator: a view of a file's tensor is one again, a copy is noted, all else reads it."""
         kwargs = dict(kwargs or {})
         if func is COPY and len(args) > 1 and isinstance(args[1], FileTensor):
             target, source = args[:2]
@@ -153,7 +160,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _view_of(value: Any) -> Any:
-    return value.view if isinstance(value, FileTensor) else value
+    return value.window if isinstance(value, FileTensor) else value
 
 
 def _wrapped(value: Any, origin: FileTensor) -> Any:
@@ -173,7 +180,9 @@ def _rectangle(target: torch.Tensor, source: torch.Tensor) -> tuple[int, int, in
     Both are rows of bytes that lie together, the rows at equal distances.
     """
     size = source.element_size()
-    dims = [(n, a, b) for n, a, b in zip(source.shape, target.stride(), source.stride(), strict=True) if n != 1]
+    dims = [
+        (n, a, b) for n, a, b in zip(source.shape, target.stride(), source.stride(), strict=True) if n != 1
+    ]
     width = 1
     while dims and dims[-1][1:] == (width, width):
         width *= dims.pop()[0]

@@ -36,7 +36,7 @@ class W4PackLinearMethod(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -60,7 +60,7 @@ class W4PackLinearMethod(LinearMethodBase):
         for suffix in layout.suffixes:
             getattr(layer, suffix).weight_loader = self._loader(layer, suffix)
 
-    def _parts(self, layer: nn.Module, wanted: Wanted, rank: Rank) -> tuple[Part, ...]:
+    def _parts(self, layer: Any, wanted: Wanted, rank: Rank) -> tuple[Part, ...]:
         source = self.source
         if self.is_head:
             (name,) = self.members
@@ -87,7 +87,7 @@ class W4PackLinearMethod(LinearMethodBase):
             return parts_of.packed(name, shard, spec, wanted, rank, self.source.scales(name))
         return parts_of.dense(name, shard, self.source.dense_shape(name), wanted, rank)
 
-    def _check_bias(self, layer: nn.Module, part: Part) -> None:
+    def _check_bias(self, layer: Any, part: Part) -> None:
         has = getattr(layer, "has_bias", False)
         held = self.source.has_bias(part.module)
         if held == has:
@@ -100,7 +100,7 @@ class W4PackLinearMethod(LinearMethodBase):
             where=f"{part.module}.bias",
         )
 
-    def _loader(self, layer: nn.Module, suffix: str) -> Callable[..., None]:
+    def _loader(self, layer: Any, suffix: str) -> Callable[..., None]:
         def load(parameter: nn.Parameter, tensor: torch.Tensor, shard: Any = None) -> None:
             number = QKV.index(shard) if shard in QKV else shard
             layer.w4pack.fill(parameter, suffix, tensor, shard=number)
@@ -109,7 +109,7 @@ class W4PackLinearMethod(LinearMethodBase):
 
     # ---- after loading ---------------------------------------------------------------------------
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Check that everything came; nothing is repacked.
 
         Raises:
@@ -123,7 +123,7 @@ class W4PackLinearMethod(LinearMethodBase):
         if layer.weight.is_cuda:
             ops.prepare(layer.weight.get_device())
 
-    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+    def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> nn.Module:
         """Refuse to tie: a packed head is not the embedding.
 
         Raises:
@@ -136,7 +136,7 @@ class W4PackLinearMethod(LinearMethodBase):
             hint="set tie_word_embeddings to false in config.json",
         )
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return (..., outputs of this rank) of x (..., inputs of this rank), in x's dtype."""
         layout: Layout = layer.w4pack.layout
         found, start = [], 0
@@ -163,7 +163,7 @@ def check_loaded(missing: list[str]) -> None:
         )
 
 
-def _sections(layer: nn.Module) -> tuple[int, ...]:
+def _sections(layer: Any) -> tuple[int, ...]:
     """Return the columns of each part of a layer that the file holds fused, over all ranks."""
     if hasattr(layer, "total_num_kv_heads"):
         heads, size = layer.total_num_kv_heads, layer.head_size

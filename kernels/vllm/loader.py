@@ -95,7 +95,7 @@ class W4PackModelLoader(DefaultModelLoader):
 def auto(own: type[Any]) -> type[Any]:
     """Return what ``--load-format auto`` takes: ours for an artifact, the engine's ``own`` for all else."""
 
-    class AutoModelLoader(own):  # type: ignore[misc]
+    class AutoModelLoader(own):
         """The engine's own loader, except for artifacts."""
 
         w4pack = True

@@ -24,12 +24,12 @@ ACTIVATIONS = (MoEActivation.SILU, MoEActivation.GELU, MoEActivation.GELU_TANH)
 Names = Callable[[int, str], str]  # expert, "w1" | "w2" | "w3" -> module of the file
 
 
-def is_experts(layer: nn.Module) -> bool:
+def is_experts(layer: Any) -> bool:
     """Tell whether a layer of the engine is the experts of a decoder layer."""
     return isinstance(layer, RoutedExperts)
 
 
-def method(source: Source, layer: nn.Module, prefix: str) -> "W4PackMoEMethod | None":
+def method(source: Source, layer: Any, prefix: str) -> "W4PackMoEMethod | None":
     """Return how experts compute; None: they are left in 16 bit.
 
     Raises:
@@ -69,7 +69,7 @@ class W4PackMoEMethod(FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -92,7 +92,9 @@ class W4PackMoEMethod(FusedMoEMethodBase):
         gate_up = (self._part("w1", 0, first, rank), self._part("w3", 1, first, rank))
         layouts = (
             Layout(FIRST, parts_of.runs(gate_up, self._order), params_dtype, num_experts),
-            Layout(LAST, parts_of.runs([self._part("w2", 0, last, rank)], self._order), params_dtype, num_experts),
+            Layout(
+                LAST, parts_of.runs([self._part("w2", 0, last, rank)], self._order), params_dtype, num_experts
+            ),
         )
         layer.w4pack = {layout.prefix: Store(layer, layout) for layout in layouts}
         for layout in layouts:
@@ -125,7 +127,7 @@ class W4PackMoEMethod(FusedMoEMethodBase):
 
     def _load(
         self,
-        layer: nn.Module,
+        layer: Any,
         suffix: str,
         param: nn.Parameter,
         loaded_weight: torch.Tensor,
@@ -146,7 +148,7 @@ class W4PackMoEMethod(FusedMoEMethodBase):
 
     # ---- after loading ---------------------------------------------------------------------------
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Check that every expert of this rank came; nothing is repacked.
 
         Raises:
@@ -162,7 +164,7 @@ class W4PackMoEMethod(FusedMoEMethodBase):
         if layer.w13_weight.is_cuda:
             ops.prepare(layer.w13_weight.get_device())
 
-    def _missing(self, layer: nn.Module) -> list[str]:
+    def _missing(self, layer: Any) -> list[str]:
         here = [
             expert
             for expert in range(self.moe.num_logical_experts)
@@ -177,7 +179,7 @@ class W4PackMoEMethod(FusedMoEMethodBase):
                 found += [f"{module}.{suffix}" for suffix in suffixes if not store.came(module, suffix)]
         return found
 
-    def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Return nothing: the engine's own expert kernels are not used."""
 
     @property
@@ -187,7 +189,7 @@ class W4PackMoEMethod(FusedMoEMethodBase):
 
     def apply(
         self,
-        layer: nn.Module,
+        layer: Any,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -211,13 +213,13 @@ class W4PackMoEMethod(FusedMoEMethodBase):
         return experts.routed(x, chosen, topk_weights, count, gated, last[0])
 
 
-def _products(layer: nn.Module, prefix: str) -> list[experts.Layer]:
+def _products(layer: Any, prefix: str) -> list[experts.Layer]:
     layout: Layout = layer.w4pack[prefix].layout
     pairs = zip(layout.runs, layout.tensors(layer), strict=True)
     return [partial(experts.product, run.spec, tensors) for run, tensors in pairs if run.spec is not None]
 
 
-def _check_layer(layer: nn.Module, where: str) -> None:
+def _check_layer(layer: Any, where: str) -> None:
     """Refuse what the grouped product does not do, at start."""
     wanted = {
         "activation": (layer.activation in ACTIVATIONS, layer.activation),

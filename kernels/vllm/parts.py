@@ -174,9 +174,7 @@ def dense(module: str, shard: int, shape: tuple[int, int], wanted: Wanted, rank:
     columns = _ways(module, spec, wanted, shape[0], wanted.outputs[shard], rank)
     rows = _ways(module, spec, wanted, shape[1], wanted.inputs, rank)
     out, into = _index(rank, columns) * wanted.outputs[shard], _index(rank, rows) * wanted.inputs
-    return Part(
-        module, shard, None, None, (out, out + wanted.outputs[shard]), (into, into + wanted.inputs)
-    )
+    return Part(module, shard, None, None, (out, out + wanted.outputs[shard]), (into, into + wanted.inputs))
 
 
 def head(module: str, spec: LinearSpec, wanted: Wanted, rank: Rank, scales: str) -> Part:

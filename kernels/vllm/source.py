@@ -76,7 +76,7 @@ class Source:
         return replace(self, specs=mapped(self.specs, suffix=".weight"), tensors=mapped(self.tensors))
 
     def refuse(self, ranks: int) -> None:
-        """Raise a Refused that lists what the table of ``w4pack check --engine vllm`` has against ``ranks``."""
+        """Raise a Refused that lists what ``w4pack check --engine vllm`` has against ``ranks``."""
         result = evaluate(self.facts(), ENGINE, ranks)
         problems: list[W4PackError] = [
             Refused(

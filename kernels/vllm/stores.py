@@ -1,4 +1,4 @@
-"""The tensors of a layer's runs as parameters of an engine's layer, and the way of the file's tensors to them.
+"""The tensors of a layer's runs as parameters of an engine's layer, and how the file's tensors get there.
 
 One parameter for each kind of tensor, under the names of the file, because that is how engines find where a
 tensor goes. A layer of one run has the file's shapes. Of several runs, whose shapes differ, the parameter is
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from w4pack.convert.errors import SourceError
+from w4pack.kernels.vllm import lazy
 from w4pack.kernels.vllm.parts import SUFFIXES, Part, Run
 
 SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -147,7 +148,9 @@ class Store:
                     continue
                 name = part.module if expert is None else expert[1]
                 _check(f"{name}.{suffix}", part, suffix, tensor, view.dtype)
-                if suffix != "act_perm" or part is run.parts[0]:  # one order serves the whole run
+                if suffix == "act_perm" and part is not run.parts[0]:
+                    lazy.seen(tensor)  # one order serves the whole run: they were compared
+                else:
                     target = view if expert is None else view[expert[0]]
                     _narrowed(target, run.target(suffix, part)).copy_(_narrowed(tensor, part.source(suffix)))
                 self._filled.add((name, suffix))

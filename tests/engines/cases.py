@@ -32,7 +32,8 @@ class Case:
     """``expect``: equal, refuses, wrong (loads, other numbers), or ignored (loads, as if the key were not
     there).
 
-    ``rule``: the rule of `check` that says so; "" where the engine takes the folder.
+    ``rule``: the rule of `check` that says so; "" where the engine takes the folder. ``says``: must be in
+    the error of one that refuses. ``ranks``, ``loader``: how the engine is started.
     """
 
     id: str
@@ -42,6 +43,9 @@ class Case:
     expect: str
     rule: str = ""
     dtype: str | None = None
+    says: str = ""
+    ranks: int = 1
+    loader: str | None = None
 
 
 def settings(folder: Path) -> dict[str, Any]:

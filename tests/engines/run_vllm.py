@@ -32,6 +32,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         seed=0,
         trust_remote_code=False,
         enable_prefix_caching=False,
+        tensor_parallel_size=case.get("ranks", 1),
+        load_format=case.get("loader") or "auto",
     )
     wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=vocabulary, detokenize=False)
     (answer,) = model.generate({"prompt_token_ids": case["tokens"]}, wanted, use_tqdm=False)

@@ -4,9 +4,9 @@ process.
 
     python -m server --engine vllm < cases.json > results.jsonl
 
-A case is ``{"id", "folder", "tokens", "vocabulary", "dtype"}``. A result adds either ``logprobs`` (one row of
-the whole vocabulary per position: position t holds the distribution of token t + 1), with what the engine
-reported about keys, or ``error``: what the innermost exception says.
+A case is ``{"id", "folder", "tokens", "vocabulary", "dtype", "ranks", "loader"}``. A result adds either
+``logprobs`` (one row of the whole vocabulary per position: position t holds the distribution of token t + 1),
+with what the engine reported about keys, or ``error``: what the innermost exception says.
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ from typing import Any
 
 Runner = Callable[[dict[str, Any]], dict[str, Any]]
 LIMIT_S = 240
+RUNNERS = {
+    "vllm": "run_vllm",
+    "stock": "run_vllm",
+    "plugin": "run_plugin",
+    "hf": "run_hf",
+    "dense": "run_dense",
+}
+FORKED = ("vllm", "stock", "plugin")
 
 
 def attempt(run: Runner, case: dict[str, Any], out: Path) -> None:
@@ -74,19 +82,19 @@ def too_long(*_: object) -> None:
 def main() -> None:
     """Read cases, print one result a line."""
     options = argparse.ArgumentParser()
-    options.add_argument("--engine", choices=("vllm", "hf", "dense"), required=True)
+    options.add_argument("--engine", choices=tuple(RUNNERS), required=True)
     options.add_argument("--logs", type=Path, required=True)
     args = options.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     results = os.fdopen(os.dup(1), "w")
     cases = json.load(sys.stdin)
-    run: Runner = import_module(f"run_{args.engine}").run
+    run: Runner = import_module(RUNNERS[args.engine]).run
     signal.signal(signal.SIGALRM, too_long)
     for case in cases:
         log = args.logs / f"{case['id'].replace('/', '_')}.{args.engine}.log"
         with tempfile.TemporaryDirectory() as place:
             out = Path(place) / "result.json"
-            if args.engine == "vllm":
+            if args.engine in FORKED:
                 forked(run, case, out, log)
             else:
                 to_log(log)
