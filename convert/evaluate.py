@@ -73,7 +73,7 @@ def evaluate(
     """
     require_extras("measuring a model")
     from w4pack.convert.events import Quiet
-    from w4pack.convert.jobs.quantized_source import device_of, tokenizer_of
+    from w4pack.convert.modeljobs.prepared import device_of, tokenizer_of
     from w4pack.convert.quantize import calibration, evaluation
 
     place, told = where or Where(), reporter or Quiet()
@@ -140,7 +140,7 @@ def _cut(tokens: "torch.Tensor", windows: int, seqlen: int, where: str) -> "torc
 def _through(source: Source, cut: "torch.Tensor", device: "torch.device") -> "Stream":
     import torch
 
-    from w4pack.convert.jobs.numbers import Numbers
+    from w4pack.convert.modeljobs.weights import Numbers
     from w4pack.convert.quantize import evaluation
 
     dtype = torch.float32 if device.type == "cpu" else _own_dtype(source)

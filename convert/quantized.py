@@ -51,8 +51,8 @@ def quantize(
     """Quantize a source; see ``jobs.quantized.quantize_model``."""
     require_extras("quantizing")
     from w4pack.convert.hub.fill import card_of
-    from w4pack.convert.jobs.quantized import quantize_model
-    from w4pack.convert.jobs.quantized_source import prepare
+    from w4pack.convert.modeljobs.prepared import prepare
+    from w4pack.convert.modeljobs.quantized import quantize_model
 
     with threads(running.workers):
         prepared = prepare(source, options, origin, running)
@@ -74,8 +74,8 @@ def plan_only(
 ) -> tuple[Plan, tuple[Warning_, ...], ModelFacts, Source]:
     """Plan a quantization. Writes nothing."""
     require_extras("quantizing")
-    from w4pack.convert.jobs.quantized import plan_quantized
-    from w4pack.convert.jobs.quantized_source import prepare
+    from w4pack.convert.modeljobs.prepared import prepare
+    from w4pack.convert.modeljobs.quantized import plan_quantized
 
     with threads(running.workers):
         return plan_quantized(prepare(source, options, origin, running), out, running)

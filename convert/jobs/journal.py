@@ -14,6 +14,7 @@ from typing import Any
 from w4pack.convert.errors import OutputError, Refused
 from w4pack.convert.jobs.staging import step, write_all, writing
 from w4pack.convert.planning.plan import Plan
+from w4pack.convert.planning.record import to_plain
 
 # What may not differ between a run and its resumption, in the order in which it is named. Threads,
 # verbosity and everything else that is not here may change: it does not decide bytes.
@@ -45,7 +46,7 @@ def head(plan: Plan) -> dict[str, Any]:
         "w4pack": plan.version,
         "plan": plan.digest,
         "target": plan.target,
-        "options": dict(plan.options),
+        "options": to_plain(plan.options),
         "files": [[f.name, f.size, f.header, f.sha256] for f in plan.files],
     }
 

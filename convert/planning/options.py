@@ -172,7 +172,7 @@ class ConvertOptions:
         defaults = ConvertOptions()
         values = asdict(self)
         return {
-            f.name: to_plain(values[f.name])
+            f.name: values[f.name]
             for f in fields(self)
             if f.name == "to" or values[f.name] != getattr(defaults, f.name)
         }

@@ -18,7 +18,7 @@ from quantize import sources
 from runner import Run, run
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
-from w4pack.convert.jobs.numbers import Numbers
+from w4pack.convert.modeljobs.weights import Numbers
 from w4pack.convert.quantize import layer as layer_module
 from w4pack.convert.quantize.linears import Quantized
 from w4pack.convert.source.detect import read_source
@@ -336,7 +336,7 @@ def test_a_run_that_was_stopped_anywhere_resumes_to_the_same_bytes(
 def test_a_resumed_run_does_not_quantize_finished_layers_again(
     llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from w4pack.convert.jobs import quantized
+    from w4pack.convert.modeljobs import quantized
 
     out = tmp_path / "out"
     original = quantized.ModelRun.quantize
@@ -360,7 +360,7 @@ def test_a_resumed_run_does_not_quantize_finished_layers_again(
 def test_resuming_with_other_text_is_refused(
     llama: Path, book: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    from w4pack.convert.jobs import quantized
+    from w4pack.convert.modeljobs import quantized
 
     out = tmp_path / "out"
 
@@ -413,7 +413,7 @@ def test_f81_a_result_that_no_longer_predicts_is_not_published(
         return original(15 - codes, *rest)
 
     monkeypatch.setattr(linears, "_finish", broken)
-    monkeypatch.setattr("w4pack.convert.jobs.quantized.KL_LIMIT", 0.5)
+    monkeypatch.setattr("w4pack.convert.modeljobs.quantized.KL_LIMIT", 0.5)
     done = quantize(llama, tmp_path / "out", text=book).expect(4)
     assert done.error["code"] == "quality"
     assert not (tmp_path / "out").exists()

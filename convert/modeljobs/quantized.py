@@ -38,8 +38,8 @@ from w4pack.convert.jobs.conversion import (
 from w4pack.convert.jobs.execute import Interrupted
 from w4pack.convert.jobs.journal import Finished, Journal
 from w4pack.convert.jobs.outfiles import OutFiles
-from w4pack.convert.jobs.quantized_rest import CardMaker, write_rest
-from w4pack.convert.jobs.quantized_source import Prepared
+from w4pack.convert.modeljobs.prepared import Prepared
+from w4pack.convert.modeljobs.rest import CardMaker, write_rest
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Op, OutTensor, Plan, facts_of
 from w4pack.convert.planning.quantizing import plan_quantization
