@@ -5,6 +5,7 @@ decided -> one placement plan -> one transfer -> views of it become the model's 
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from w4pack.convert.errors import Refused, UsageError
+from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError
 from w4pack.kernels import launch, linears, placement, transfer
 from w4pack.kernels.artifact import Artifact, open_artifact
 from w4pack.kernels.hf import joins, quantizer, skeleton
@@ -24,6 +25,7 @@ from w4pack.kernels.placement import Target, take
 from w4pack.kernels.spec import SUFFIXES
 
 Rows = tuple[tuple[str, ...], ...]
+_making = threading.Lock()  # what makes a model without memory replaces functions of the whole process
 
 
 def load(
@@ -49,7 +51,7 @@ def load(
         Refused: no artifact, or one of an unknown kind; a model class without a place for a packed layer.
         SourceError: files that are broken, or that the model does not fit; hashes that differ.
     """
-    target = _device(device)
+    target, threads = _device(device), _threads(threads)
     artifact = open_artifact(path)
     model, compute = _empty_model(artifact, dtype)
     frame = skeleton.build(model, artifact, compute, expert_layers=False)
@@ -73,7 +75,7 @@ def _device(device: torch.device | str) -> torch.device:
     """Return the device with its index, ready for kernels."""
     try:
         found = torch.device(device)
-    except RuntimeError as err:
+    except (RuntimeError, TypeError) as err:
         raise UsageError("no such device", code="device", where=str(device), expected="cpu, cuda") from err
     if found.type == "cpu":
         return found
@@ -93,19 +95,27 @@ def _device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def _threads(asked: int) -> int:
+    if type(asked) is not int or asked < 0:
+        raise UsageError("no such number of threads", code="threads", expected="0 or more", found=repr(asked))
+    return asked
+
+
 def _empty_model(artifact: Artifact, dtype: torch.dtype | str | None) -> tuple[PreTrainedModel, torch.dtype]:
     """Return the model, parameters on ``meta`` and computed buffers real, and the dtype it computes in."""
     try:
         config = AutoConfig.from_pretrained(artifact.folder)
         compute = _compute_dtype(dtype, getattr(config, "dtype", None))
-        with _parameters_on_meta(), no_init_weights():
+        with _making, _parameters_on_meta(), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=compute)
-    except (ValueError, KeyError, OSError, ImportError) as err:
+    except W4PackError:
+        raise
+    except Exception as err:  # a config is a program's arguments: its errors are of any class
         raise Refused(
             "transformers cannot make a language model of this config.json",
             code="no-model",
             where=str(artifact.folder / "config.json"),
-            found=str(err).strip().partition("\n")[0],
+            found=f"{type(err).__name__}: {err}".partition("\n")[0],
         ) from err
     return model, compute
 
@@ -129,12 +139,13 @@ def _compute_dtype(asked: torch.dtype | str | None, own: torch.dtype | None) -> 
 def _parameters_on_meta() -> Iterator[None]:
     """Let modules make their parameters without memory, and their buffers as ever.
 
-    Buffers are computed (rotary frequencies), not loaded: on ``meta`` their values would be lost.
+    Buffers are computed (rotary frequencies), not loaded: on ``meta`` their values would be lost. Modules
+    that another thread makes meanwhile are as ever.
     """
-    original = nn.Module.register_parameter
+    original, thread = nn.Module.register_parameter, threading.get_ident()
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
+        if parameter is not None and threading.get_ident() == thread:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
         original(module, name, parameter)
 
@@ -212,5 +223,18 @@ def _finish(model: PreTrainedModel, artifact: Artifact) -> None:
     model.is_quantized, model.quantization_method = True, quantizer.METHOD
     model.config.name_or_path = str(artifact.folder)
     if (artifact.folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(artifact.folder)
+        model.generation_config = _generation_config(artifact)
     model.eval()
+
+
+def _generation_config(artifact: Artifact) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(artifact.folder)
+    except Exception as err:  # transformers does not check what it reads
+        raise SourceError(
+            "transformers cannot read this generation_config.json",
+            code="generation-config",
+            where=str(artifact.folder / "generation_config.json"),
+            found=f"{type(err).__name__}: {err}".partition("\n")[0],
+            hint="copy it from the source of the artifact, or remove it",
+        ) from err

@@ -243,10 +243,12 @@ def _expected(
             found.add(path)
         elif path in state:
             found.add(path)
+            foreign = info.dtype not in DTYPES and state[path].is_floating_point()
+            dtype = " or ".join(DTYPES) if foreign else None  # a cast of anything else would be a guess
             if pattern is None:
-                expected[name] = (None, tuple(state[path].shape))
+                expected[name] = (dtype, tuple(state[path].shape))
             else:  # experts left in 16 bit: transformers merges them, and knows their shapes
-                expected[name] = (None, info.shape)
+                expected[name] = (dtype, info.shape)
                 merged[path, names.merged_from(pattern)] += 1
         elif ignored(name):
             expected[name] = (None, info.shape)
