@@ -54,6 +54,10 @@ def weight(
         f"{32 * bits} words a chunk",
         packed.shape[1],
     )
+    whole = n * bits == 2 * packed.shape[1]
+    _require(
+        whole, "the weight ends inside a column", "weight", f"{32 * bits} words a chunk", packed.shape[1]
+    )
     groups = 1 if group_size == -1 else -(-k // group_size)
     _is(scales, "scales", (torch.float16, torch.bfloat16), 2)
     _shape(scales, "scales", (groups, n))
@@ -81,6 +85,22 @@ def activations(x: "Tensor", k: int, packed: "Tensor") -> None:
     same_device("x", x, "weight", packed)
     rows(x, "x", 8)
     starts(x, "x", VECTOR)
+
+
+def width(x: "Tensor", in_features: int) -> None:
+    """Check the width of a layer's input, of any leading dimensions.
+
+    Raises:
+        UsageError: it is another one.
+    """
+    if x.dim() == 0 or x.shape[-1] != in_features:  # no text is made for what holds
+        raise UsageError(
+            "the input has another width than the layer",
+            code="operator-argument",
+            where="x",
+            expected=f"(..., {in_features})",
+            found=str(tuple(x.shape)),
+        )
 
 
 def starts(tensor: "Tensor", name: str, unit: int) -> None:

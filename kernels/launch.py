@@ -80,7 +80,11 @@ class Device:
         found = self.workspaces.get(handle)
         if found is None:
             with _lock:
-                found = self.workspaces[handle] = self.spare.pop() if self.spare else _late_workspace(self)
+                found = self.workspaces.get(handle)  # one that was replaced would be freed while in use
+                if found is None:
+                    found = self.workspaces[handle] = (
+                        self.spare.pop() if self.spare else _late_workspace(self)
+                    )
         return found
 
 

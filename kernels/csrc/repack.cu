@@ -3,6 +3,7 @@
 // A thread makes one output word: it knows from kernels/layout.py which codes lie there and fetches each from its
 // word. `perm`, if given, names the source row of each packed row (act-order). Bound by bytes, BITS / 8 in and out
 // for each code; the 8 (4) source words of neighbours come from the caches.
+// The next kernel is not let in early: a product asks for its weights, which these may be, before it waits.
 // Requires: K % 16 = 0, N % 64 = 0. Tested by tests/gpu/test_other_ops.py against the engine's own repack.
 #include "ptx.cuh"
 
@@ -18,7 +19,6 @@ DEVICE u32 code_at(const u32 *words, int k, int column, int n) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) ENTRY(const u32 *words, const int *perm, u32 *out, int k, int n) {
-  ptx::launch_dependents();
   ptx::wait_for_previous_kernel();
   const int row_words = n / 2 * BITS;
   const u64 total = static_cast<u64>(k / 16) * row_words;

@@ -84,3 +84,9 @@ def test_a_whole_build_leaves_nothing_stale(tmp_path: Path) -> None:
     assert build.prune(rows, wanted, tmp_path) == [{"path": wanted[0].path}]
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {wanted[0].path, "sm_90a-w4a16_other.cubin"}  # of other architectures nothing is known
+
+
+def test_a_product_cannot_start_while_its_weights_are_repacked() -> None:
+    csrc = Path(build.__file__).parent / "csrc"
+    early = {file.name for file in csrc.glob("*.cu*") if "ptx::launch_dependents()" in file.read_text()}
+    assert "w4a16_tma.cu" in early and "repack.cu" not in early

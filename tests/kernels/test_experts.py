@@ -91,13 +91,16 @@ def test_a_token_does_not_depend_on_the_others() -> None:
     up, _ = stack(SPECS["zeros"], 5)
     down, _ = stack(LinearSpec(INNER, H, sym=False, group_size=32), 9)
     experts = PackedExperts([gate, up], down, torch.nn.functional.silu)
-    x = torch.randn(9, H).half()
+    x = torch.randn(9, H, generator=torch.Generator().manual_seed(0)).half()
     index, weights = routing(9, 2)
     whole = experts(x, index, weights)
+    # A library's product may add in another order for another number of rows. Single values between gate and
+    # down then round the other way, by a unit of 2^-11: little beside the largest output, and maybe much
+    # beside one whose terms cancel.
+    unit = 2**-10 * float(whole.abs().max())
     for t in range(9):
-        assert torch.allclose(
-            experts(x[t : t + 1], index[t : t + 1], weights[t : t + 1])[0], whole[t], rtol=2**-9, atol=1e-6
-        )
+        alone = experts(x[t : t + 1], index[t : t + 1], weights[t : t + 1])[0]
+        assert torch.allclose(alone, whole[t], rtol=2**-10, atol=unit)
 
 
 def test_experts_compile_without_a_break_and_without_shapes_that_depend_on_the_routing() -> None:

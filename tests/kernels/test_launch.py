@@ -84,3 +84,19 @@ def test_a_failing_driver_is_an_error_and_the_mode_is_put_back(
         card.workspace(7)
     assert driver.mode == 0
     assert 7 not in card.workspaces
+
+
+def test_threads_that_meet_a_stream_at_once_get_one_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Meeting(dict[int, launch.Workspace]):
+        """Lets another thread be first between the first look and the lock."""
+
+        def get(self, handle: int, default: Any = None) -> Any:  # type: ignore[override]
+            found = super().get(handle, default)
+            self.setdefault(handle, theirs)
+            return found
+
+    theirs, spare = launch.Workspace(1, 2), launch.Workspace(3, 4)
+    card = launch.Device(0, None, "sm_90a", 132, spare=[spare])
+    card.workspaces = Meeting()
+    assert card.workspace(7) is theirs
+    assert (card.workspaces[7], card.spare) == (theirs, [spare])

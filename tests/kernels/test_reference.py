@@ -116,3 +116,16 @@ def test_wrong_arguments_name_what_is_wrong() -> None:
         ops.gather(x, torch.arange(64), 128)
     with pytest.raises(UsageError, match="tile"):
         ops.repack(torch.zeros((16, 48), dtype=torch.int32), None, 4)
+
+
+@pytest.mark.parametrize(("bits", "words"), [(4, 129), (8, 257), (8, 259)])
+def test_a_weight_that_ends_inside_a_column_is_an_error(bits: int, words: int) -> None:
+    weight = torch.zeros((4, words), dtype=torch.int32)
+    scales = torch.ones((1, 64), dtype=torch.float16)
+    for call in (
+        lambda: ops.gemm(torch.zeros((1, 64), dtype=torch.float16), weight, scales, None, None, bits, -1),
+        lambda: ops.dequantize(weight, scales, None, bits, -1, torch.float16),
+    ):
+        with pytest.raises(UsageError) as told:
+            call()
+        assert (told.value.where, told.value.found) == ("weight", str(words))
