@@ -452,7 +452,13 @@ def evaluate(**given: Any) -> None:
     show_default=True,
     help="Draw only from the likeliest tokens that make up this probability.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the drawing of tokens.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**64 - 1),
+    default=0,
+    show_default=True,
+    help="Of the drawing of tokens.",
+)
 @click.option("--system", metavar="TEXT", help="What the model is told before the prompt.")
 @click.option(
     "--no-chat", "chat", flag_value=False, default=True, help="Send the prompt as it is, in no chat template."

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from w4pack.kernels import moe_ops
+from w4pack.kernels import gradient, moe_ops
 from w4pack.kernels.modules import PackedLinear, PackedTensors, side_by_side
 from w4pack.kernels.spec import SUFFIXES, LinearSpec
 
@@ -53,9 +53,11 @@ def product(
         rows: int32 (R,), which row of x a pair reads.
         offsets: int32 (experts + 1,), where each expert's pairs begin.
     """
+    if gradient.wanted(x):
+        return gradient.refused(x, product(spec, tensors, x.detach(), rows, offsets))
     act_perm = tensors.get("act_perm")
     if act_perm is not None:
-        x = moe_ops.moe_gather(x, rows, offsets, act_perm, spec.k)
+        x = moe_ops.moe_gather(x.contiguous(), rows, offsets, act_perm, spec.k)
         rows = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
     elif spec.k != spec.in_features:
         x = functional.pad(x, (0, spec.k - spec.in_features))

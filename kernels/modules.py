@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from w4pack.kernels import ops
+from w4pack.kernels import checks, gradient, ops
 from w4pack.kernels.spec import SUFFIXES, LinearSpec
 
 
@@ -71,6 +71,9 @@ def product(
         x: activations, fp16 or bf16.
         bias: (out_features,) or None.
     """
+    checks.width(x, spec.in_features)
+    if gradient.wanted(x):
+        return gradient.refused(x, product(spec, tensors, x.detach(), bias))
     if bias is not None and spec.n != spec.out_features:
         bias = functional.pad(bias, (0, spec.n - spec.out_features))
     y: torch.Tensor = ops.gemm(
@@ -88,7 +91,7 @@ def product(
 def _rows(spec: LinearSpec, act_perm: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """Bring activations into the order and width of the packed rows."""
     if act_perm is not None:
-        gathered: torch.Tensor = ops.gather(x, act_perm, spec.k)
+        gathered: torch.Tensor = ops.gather(x.contiguous(), act_perm, spec.k)
         return gathered
     if spec.k != spec.in_features:
         return functional.pad(x, (0, spec.k - spec.in_features))

@@ -3,6 +3,7 @@
 Imports nothing heavy when loaded, so that a missing extra is said in words.
 """
 
+import math
 import sys
 import time
 import warnings
@@ -54,14 +55,35 @@ def run_generate(given: Given) -> None:
         SourceError: no tokenizer, or an artifact that is broken.
     """
     _require_extras()
-    prompts = [sys.stdin.read() if text == "-" else text for text in given["prompts"]]
+    prompts = [_prompt(text) for text in given["prompts"]]
     if given["system"] is not None and not given["chat"]:
         raise UsageError("a system text needs the chat template", where="--system", found="--no-chat")
+    if not math.isfinite(given["temperature"]):
+        raise UsageError("no such temperature", where="--temperature", found=str(given["temperature"]))
     speaker = _open(given)
     for number, prompt in enumerate(prompts):
         if number and not given["as_json"]:
             print()
         _answer(speaker, prompt)
+
+
+def _prompt(text: str) -> str:
+    if text == "-":
+        if sys.stdin is None:
+            raise UsageError("no prompt: stdin is closed", code="prompt", where="-")
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError as err:
+            raise _no_text("stdin") from err
+    try:
+        text.encode()
+    except UnicodeEncodeError as err:  # bytes that are no UTF-8 arrive as lone surrogates
+        raise _no_text("PROMPT") from err
+    return text
+
+
+def _no_text(where: str) -> UsageError:
+    return UsageError("a prompt is no text", code="prompt", where=where, expected="UTF-8")
 
 
 def _require_extras() -> None:
@@ -190,7 +212,7 @@ def _tokens(speaker: Speaker, prompt: str) -> "Tensor":
     else:
         found = tokenizer(prompt)
     ids = list(found["input_ids"])
-    most = getattr(speaker.model.config.get_text_config(), "max_position_embeddings", None)
+    most = _context(speaker)
     if not ids or (most is not None and len(ids) >= most):
         raise UsageError(
             "the prompt has no room in the model's context",
@@ -199,6 +221,19 @@ def _tokens(speaker: Speaker, prompt: str) -> "Tensor":
             found=str(len(ids)),
         )
     return torch.tensor([ids], device=speaker.model.device)
+
+
+def _context(speaker: Speaker) -> int | None:
+    """Return how many tokens the model was made for, prompt and answer together."""
+    found: int | None = getattr(speaker.model.config.get_text_config(), "max_position_embeddings", None)
+    return found
+
+
+def _most_new(speaker: Speaker, prompt_tokens: int) -> int:
+    """Return how long an answer may get: as asked, and within the context."""
+    asked: int = speaker.given["max_new_tokens"]
+    context = _context(speaker)
+    return asked if context is None else min(asked, context - prompt_tokens)
 
 
 def _run(speaker: Speaker, ids: "Tensor", stream: "Stream") -> None:
@@ -210,6 +245,8 @@ def _run(speaker: Speaker, ids: "Tensor", stream: "Stream") -> None:
     given, model = speaker.given, speaker.model
     torch.manual_seed(given["seed"])
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    # A stream is of one answer, whatever generation_config.json says.
+    one = {"num_beams": 1, "num_return_sequences": 1}
     if given["temperature"] > 0:
         sampling = {
             "do_sample": True,
@@ -218,16 +255,17 @@ def _run(speaker: Speaker, ids: "Tensor", stream: "Stream") -> None:
             "top_k": 0,
         }
     ends = model.generation_config.eos_token_id
-    first = ends[0] if isinstance(ends, list) else ends
+    first = next(iter(ends), None) if isinstance(ends, list) else ends
     stream.begin()
     model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=given["max_new_tokens"],
+        max_new_tokens=_most_new(speaker, ids.shape[1]),
         pad_token_id=speaker.tokenizer.pad_token_id if first is None else first,
         logits_processor=LogitsProcessorList([FiniteScores(model)]),
         streamer=stream,
         **sampling,
+        **one,
     )
 
 
@@ -238,7 +276,7 @@ def _record(speaker: Speaker, prompt: str, ids: "Tensor", stream: "Stream") -> d
         "text": stream.text,
         "prompt_tokens": ids.shape[1],
         "new_tokens": stream.count,
-        "finish": "length" if stream.count >= speaker.given["max_new_tokens"] else "stop",
+        "finish": "length" if stream.count >= _most_new(speaker, ids.shape[1]) else "stop",
         "device": str(speaker.model.device),
         "dtype": str(speaker.model.dtype).removeprefix("torch."),
         "load_seconds": round(speaker.load_seconds, 3),
