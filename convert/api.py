@@ -65,6 +65,11 @@ def convert(
             from w4pack.convert.quantized import quantize
 
             report = quantize(source, Path(out), options, origin, running, on_plan)
+        elif options.rotate != "none":
+            from w4pack.convert.quantized import rotate
+
+            card = _card_maker(source, origin)
+            report = rotate(source, Path(out), options, origin, running, card, on_plan)
         else:
             report = convert_source(
                 source, Path(out), options, origin, running, card=_card_maker(source, origin), on_plan=on_plan

@@ -1,4 +1,4 @@
-"""Quantizing as the API calls it: the extras are there or said to be missing, then the job, with its card.
+"""Quantizing and rotating as the API calls them: the extras are there, or are said to be missing.
 
 Imports nothing heavy when loaded.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import UsageError
-from w4pack.convert.jobs.conversion import OnPlan, Report, Running
+from w4pack.convert.jobs.conversion import CardMaker, OnPlan, Report, Running
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.source.detect import Source
@@ -63,6 +63,27 @@ def quantize(
             card=lambda plan, report: card_of(source, plan, origin, {}, report),
             on_plan=on_plan,
         )
+
+
+def rotate(
+    source: Source,
+    out: Path,
+    options: ConvertOptions,
+    origin: Mapping[str, str] | None,
+    running: Running,
+    card: CardMaker,
+    on_plan: OnPlan | None,
+) -> Report:
+    """Write the rotated 16-bit model of a source, once it has passed the gate."""
+    require_extras("rotating")
+    from w4pack.convert.jobs.conversion import convert_source
+    from w4pack.convert.modeljobs.gate import check_rotation
+
+    def gate() -> None:
+        check_rotation(source, options, running.reporter)
+
+    with threads(running.workers):
+        return convert_source(source, out, options, origin, running, card=card, on_plan=on_plan, before=gate)
 
 
 def plan_only(

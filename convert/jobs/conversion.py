@@ -5,7 +5,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -201,11 +200,13 @@ def convert_source(
     *,
     card: CardMaker | None = None,
     on_plan: OnPlan | None = None,
+    before: Callable[[], None] | None = None,
 ) -> Report:
     """Plan, execute and publish.
 
     card     ``card(plan, errors) -> str`` makes the output's README; None: no card
     on_plan  called with (plan, warnings, facts of the output, source) before anything is written
+    before   called after that, where there is something to do; what it raises stops the job
 
     Raises Refused before anything is written; OutputError, SourceError, Interrupted while running. OUT
     appears complete or not at all.
@@ -221,8 +222,8 @@ def convert_source(
     refuse_damaged_source(source.checkpoint, original, running.workers)
     if running.resume and finished_before(out, plan, source, running.workers):
         return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
-    if plan.rotation is not None:
-        rotated.check(source, options, running.reporter)
+    if before is not None:
+        before()
     written = run_plan(
         plan,
         ConvertRecipe(source, plan, strict=running.strict),
@@ -385,8 +386,7 @@ def run_plan(
         executor = Executor(plan, recipe, files, log, running.reporter, running.stop)
         executor.adopt(earlier)
         whole = plan.rotation is not None  # tensors are made as a whole: one at a time
-        with rotated.one_at_a_time(running.workers) if whole else nullcontext():
-            executor.run(1 if whole else running.workers)
+        executor.run(1 if whole else running.workers)
         return executor.finished
 
     return run_staged(plan, out, running, write_rest, operations)

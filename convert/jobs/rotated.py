@@ -1,7 +1,5 @@
 """Tensors of a rotated model, written and compared. torch is imported here, and only for such a job."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +7,6 @@ from numpy.typing import NDArray
 
 from w4pack.convert.core import dtypes
 from w4pack.convert.errors import W4PackError
-from w4pack.convert.events import Reporter
 from w4pack.convert.files.provider import CheckpointProvider, torch_dtype
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.planning.options import ConvertOptions
@@ -30,40 +27,14 @@ def rotated_model(source: Source, plan: Plan) -> "Rotated":
     try:
         from w4pack.convert.rotate.rotated import Rotated
     except ImportError as err:
-        raise _missing(err) from err
+        raise W4PackError(
+            "making rotated weights needs torch",
+            code="extra-missing",
+            found=str(err).partition("\n")[0],
+            hint="pip install 'w4pack[quantize]'",
+        ) from err
     options = ConvertOptions.from_chosen(dict(plan.options))
     return Rotated(CheckpointProvider(source.checkpoint), rotation_of(source, options))
-
-
-def check(source: Source, options: ConvertOptions, reporter: Reporter) -> None:
-    """Hold the rotated model against its source before anything is written. Raises W4PackError."""
-    try:
-        from w4pack.convert.jobs.gate import check_rotation
-    except ImportError as err:
-        raise _missing(err) from err
-    check_rotation(source, options, reporter)
-
-
-def _missing(err: ImportError) -> W4PackError:
-    return W4PackError(
-        "rotating a model needs torch",
-        code="extra-missing",
-        found=str(err).partition("\n")[0],
-        hint="pip install 'w4pack[quantize]'",
-    )
-
-
-@contextmanager
-def one_at_a_time(threads: int) -> Iterator[None]:
-    """Let torch use the job's threads within a tensor, so that memory is that of one tensor."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def carrier(model: "Rotated", target: OutTensor) -> NDArray[Any]:

@@ -38,6 +38,7 @@ from w4pack.convert.jobs.conversion import (
 from w4pack.convert.jobs.execute import Interrupted
 from w4pack.convert.jobs.journal import Finished, Journal
 from w4pack.convert.jobs.outfiles import OutFiles
+from w4pack.convert.modeljobs.gate import check_rotation
 from w4pack.convert.modeljobs.prepared import Prepared
 from w4pack.convert.modeljobs.rest import CardMaker, write_rest
 from w4pack.convert.planning.options import ConvertOptions
@@ -102,6 +103,8 @@ def quantize_model(
         running.reporter.event("warning", **warning_fields(warning))
     if running.resume and finished_plan(out, plan) is not None:
         return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
+    if prepared.options.rotate != "none":
+        check_rotation(source, prepared.options, running.reporter, prepared.device)
     done: list[QuantizeRun] = []
 
     def work(files: OutFiles, log: Journal, earlier: list[Finished]) -> Mapping[int, Finished]:

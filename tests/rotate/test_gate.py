@@ -13,8 +13,8 @@ from rotate import tiny
 from w4pack.convert.errors import W4PackError
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.provider import CheckpointProvider
-from w4pack.convert.jobs import gate
-from w4pack.convert.jobs.gate import GateReport, run_gate
+from w4pack.convert.modeljobs import gate
+from w4pack.convert.modeljobs.gate import GateReport, run_gate
 from w4pack.convert.rotate.architecture import known
 from w4pack.convert.rotate.architectures import gemma2
 from w4pack.convert.rotate.plan import RotationPlan, plan_rotation

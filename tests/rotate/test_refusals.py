@@ -210,7 +210,7 @@ def test_sizes_without_a_plan_go_in_blocks_and_are_told(tmp_path: Path) -> None:
     told = {w.where: w.found for w in plan.warnings if w.code == "rotation-blocks"}
     assert told == dict.fromkeys(("r1", "r4", "heads"), "blocks of 2")
     with tiny.opened(tmp_path / "src") as checkpoint:
-        from w4pack.convert.jobs.gate import run_gate
+        from w4pack.convert.modeljobs.gate import run_gate
 
         provider = CheckpointProvider(checkpoint)
         run_gate(checkpoint.config, provider, Rotated(provider, plan), plan)
@@ -223,7 +223,7 @@ def test_tensor_parallel_parts_are_blocks(folders: dict[str, Path], tmp_path: Pa
     assert records == {"qk": (16, 16), "attn_out": (4, 2), "mlp_mid": (96, 48)}
     assert plan.stream is not None and plan.stream.block == 48
     with tiny.opened(folder) as checkpoint:
-        from w4pack.convert.jobs.gate import run_gate
+        from w4pack.convert.modeljobs.gate import run_gate
 
         provider = CheckpointProvider(checkpoint)
         run_gate(checkpoint.config, provider, Rotated(provider, plan), plan)
@@ -253,7 +253,7 @@ def test_a_bias_behind_a_gain_of_zero_cannot_be_kept(folders: dict[str, Path], t
         tensors[f"{norm}.weight"][7] = tensors[f"{norm}.bias"][7] = 0
 
     with tiny.opened(edited(folders, "opt", tmp_path / "good", both)) as checkpoint:
-        from w4pack.convert.jobs.gate import run_gate
+        from w4pack.convert.modeljobs.gate import run_gate
 
         plain, plan = CheckpointProvider(checkpoint), tiny.planned(checkpoint)
         run_gate(checkpoint.config, plain, Rotated(plain, plan), plan)

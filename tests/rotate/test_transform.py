@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from w4pack.convert.rotate.constructions import matrix
 from w4pack.convert.rotate.rotated import round_once, turn
 from w4pack.convert.rotate.rotation import Rotation, make_rotation
-from w4pack.convert.rotate.steps import Turn
+from w4pack.convert.rotate.steps import Center, Gain, Turn, row_axes, whole
 from w4pack.convert.rotate.transform import rotate
 
 LARGE = (10944, 11008, 13696, 14336, 18944, 28672, 29568)
@@ -173,6 +173,13 @@ def test_a_turn_across_heads_leaves_channels_apart() -> None:
     w = torch.randn(5, 4 * 3, dtype=torch.float64)
     found = turn(w, Turn(1, rotation, stride=12, apart=3))
     assert torch.allclose(found, w @ torch.kron(q, torch.eye(3, dtype=torch.float64)), atol=1e-13)
+
+
+def test_bands_are_cut_across_axes_that_nothing_mixes() -> None:
+    rotation = made(4)
+    assert row_axes((Gain("norm", plus_one=False),)) == {1}  # a band of columns has other gains
+    assert row_axes((Center(0),)) == {0}
+    assert row_axes((Gain("norm", plus_one=False), whole(1, rotation), Turn(0, rotation))) == {0, 1}
 
 
 # ---- one rounding ----

@@ -81,7 +81,9 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
         **COMMON, **MOE, num_experts=4, shared_expert_intermediate_size=40, mlp_only_layers=[0]
     ),
     "qwen3-moe": lambda: tf.Qwen3MoeConfig(**COMMON, **MOE, num_experts=4, mlp_only_layers=[0]),
-    "deepseek-v2": lambda: tf.DeepseekV2Config(**LATENT, q_lora_rank=24, topk_method="greedy"),
+    "deepseek-v2": lambda: tf.DeepseekV2Config(
+        **LATENT, q_lora_rank=24, topk_method="greedy", attention_bias=True
+    ),
     "deepseek-v2-lite": lambda: tf.DeepseekV2Config(**LATENT, q_lora_rank=None, topk_method="greedy"),
     "deepseek-v3": lambda: tf.DeepseekV3Config(**LATENT, q_lora_rank=24),
     "gemma2": lambda: tf.Gemma2Config(**COMMON, query_pre_attn_scalar=16),

@@ -149,21 +149,12 @@ def run_gate(
 
 
 def check_rotation(
-    source: Source, options: ConvertOptions, reporter: Reporter, device: str = "cpu"
+    source: Source, options: ConvertOptions, reporter: Reporter, device: str | torch.device = "cpu"
 ) -> GateReport:
     """Run the gate on the rotation that the options ask for, and tell what it found.
 
-    Raises W4PackError if the rotated model is another one, or if transformers is not installed.
+    Raises W4PackError if the rotated model is another one.
     """
-    try:
-        import transformers  # noqa: F401
-    except ImportError as err:
-        raise W4PackError(
-            "holding a rotated model against its source needs transformers",
-            code="extra-missing",
-            found=str(err).partition("\n")[0],
-            hint="pip install 'w4pack[quantize]'",
-        ) from err
     provider, plan = CheckpointProvider(source.checkpoint), rotation_of(source, options)
     report = run_gate(source.config, provider, Rotated(provider, plan, device), plan, device)
     reporter.event("gate", text=report.text(), **report.to_json())
