@@ -1,15 +1,16 @@
 """The jobs of w4pack as functions: what each command does, without a terminal.
 
-``convert``, ``inspect``, ``check``, ``verify``, ``unpack`` and ``push`` are imported on first use.
+``convert``, ``inspect``, ``check``, ``verify``, ``unpack``, ``push`` and ``evaluate`` are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from w4pack.convert.api import convert, push, unpack, verify
+    from w4pack.convert.evaluate import evaluate
     from w4pack.convert.questions import check, inspect
 
-__all__ = ["check", "convert", "inspect", "push", "unpack", "verify"]
+__all__ = ["check", "convert", "evaluate", "inspect", "push", "unpack", "verify"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,7 +19,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    module = "questions" if name in ("check", "inspect") else "api"
+    module = {"check": "questions", "inspect": "questions", "evaluate": "evaluate"}.get(name, "api")
     return getattr(import_module(f"{__name__}.{module}"), name)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from w4pack.convert.quantize.stream import Stream
 
+SEQLEN = 512  # tokens of a window, unless asked otherwise
 BATCH_TOKENS = 4096  # in one run of a layer
 OVERLAP = 0.01  # share of the calibration text that the measured text may hold before a warning
 
@@ -35,7 +36,7 @@ def run_eval(given: Given) -> None:
             given["path"],
             given["text"],
             windows=given["windows"],
-            seqlen=given["seqlen"],
+            seqlen=given["seqlen"] or SEQLEN,
             against=given["against"],
             device=given["device"] or "cpu",
             workers=given["threads"],
@@ -55,7 +56,7 @@ def evaluate(
     text: str | Path,
     *,
     windows: int = 40,
-    seqlen: int = 512,
+    seqlen: int = SEQLEN,
     against: str | Path | None = None,
     device: str = "cpu",
     workers: int = 0,
