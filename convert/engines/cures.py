@@ -11,7 +11,7 @@ from itertools import product
 from w4pack.convert.core.facts import ModelFacts
 from w4pack.convert.engines.labels import method_of
 from w4pack.convert.engines.predict import PORTABLE, Conversion, convertible, predict
-from w4pack.convert.engines.rules import evaluate
+from w4pack.convert.engines.rules import ENGINES, evaluate
 from w4pack.convert.engines.table import EngineResult
 
 _WORTH = {"ok": 2, "slow": 1}
@@ -37,13 +37,15 @@ def suggest(results: Sequence[EngineResult], facts: ModelFacts) -> str | None:
 
 def _candidates(facts: ModelFacts, engine: str, tp: int) -> Iterator[Conversion]:
     own = method_of(facts.quant_config)
-    targets = ("marlin",) if engine == "w4pack" else tuple(sorted(PORTABLE, key=lambda t: t != own))
+    stock = () if engine == "w4pack" else tuple(sorted(PORTABLE, key=lambda t: t != own))
+    runs_artifacts = engine == "w4pack" or bool(ENGINES[engine].artifact)
+    targets = stock + ("marlin",) * runs_artifacts  # what needs nothing installed comes first
     ordered = any(x.act_order == "groups" for x in facts.layers)
     regroup = (False, True) if ordered else (False,)
     widen = (False, True) if engine != "w4pack" and any(not x.sym for x in facts.layers) else (False,)
-    fold = (False, True) if engine == "w4pack" and ordered and tp > 1 else (False,)
+    fold = (False, True) if runs_artifacts and ordered and tp > 1 else (False,)
     pad = (0, tp) if tp > 1 else (0,)
     for again, wide, folded, ways in product(regroup, widen, fold, pad):
         for target in targets:
-            if not (wide and target == "awq"):
+            if not (wide and target in ("awq", "marlin")) and not (folded and target != "marlin"):
                 yield replace(Conversion(target), fold=folded, widen=wide, regroup=again, pad=ways)

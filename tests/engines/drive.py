@@ -145,8 +145,8 @@ def gathered(only: set[str], names: list[str]) -> Iterator[Case]:
     if "converted" in only:
         yield from converted(shelf, names)
     if "artifacts" in only:
-        yield from artifacts(shelf, names)
         yield from damaged(shelf)
+        yield from artifacts(shelf, names)
 
 
 def run_all(found: list[Case]) -> list[Outcome]:

@@ -29,6 +29,7 @@ from engine_models import (
 from w4pack.convert.core.facts import ModelFacts
 from w4pack.convert.engines.model import survey
 from w4pack.convert.engines.rules import ENGINES, engine_version, evaluate, max_tp, render_markdown, suggest
+from w4pack.convert.engines.table import Rule
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = layer("lm_head", 256, 320)
@@ -453,7 +454,71 @@ W4PACK = (
     ),
 )
 
-CASES = VLLM + SGLANG + TRANSFORMERS + W4PACK
+PACKED_HEAD = replace(HEAD, layout="marlin", act_order="none")
+EXPERTS = experts("marlin")
+DENSE_EXPERT = dense("model.layers.0.block_sparse_moe.experts.1.w2")
+PLUGIN = (
+    Case("vllm.plugin", artifact(), gptq()),
+    Case("vllm.plugin-layout", artifact(block("gptq", act_order="none")), artifact()),
+    Case(
+        "vllm.plugin-online",
+        replace(artifact(), quant_config={"quant_method": "w4pack", "online": [{"kind": "hadamard"}]}),
+        replace(artifact(), quant_config={"quant_method": "w4pack", "online": []}),
+    ),
+    Case("vllm.plugin-group", artifact(block("marlin", group_size=16)), artifact()),
+    Case("vllm.plugin-heads", artifact(config=CONFIG | NARROW), artifact(), tp=4),
+    Case(
+        "vllm.plugin-n-tile",
+        artifact(changed(block("marlin"), "up_proj", out_features=576)),
+        artifact(changed(block("marlin"), "up_proj", out_features=640)),
+        tp=2,
+    ),
+    Case(
+        "vllm.plugin-head-tile",  # 300 columns are padded to 320: 160 a rank; 330 to 384: 192
+        artifact((*block("marlin"), replace(PACKED_HEAD, out_features=300))),
+        artifact((*block("marlin"), replace(PACKED_HEAD, out_features=330))),
+        tp=2,
+    ),
+    Case(
+        "vllm.plugin-k-tile",
+        artifact(changed(block("marlin"), "down_proj", in_features=640)),
+        artifact(changed(block("marlin"), "down_proj", in_features=640, group_size=64)),
+        tp=2,
+    ),
+    Case(
+        "vllm.plugin-k-order",
+        artifact(ORDERED),
+        artifact(changed(block("marlin"), "up_proj", act_order="groups")),
+        tp=2,
+    ),
+    Case(
+        "vllm.plugin-tied-head",
+        artifact((*block("marlin"), PACKED_HEAD), CONFIG | {"tie_word_embeddings": True}),
+        artifact((*block("marlin"), PACKED_HEAD)),
+    ),
+    Case(
+        "vllm.plugin-expert-names",
+        artifact(tuple(replace(x, name=x.name.replace("block_sparse_moe", "mlp")) for x in EXPERTS), MIXTRAL),
+        artifact(EXPERTS, MIXTRAL),
+    ),
+    Case(
+        "vllm.plugin-experts",
+        artifact(changed(EXPERTS, "experts.1.w2", bits=8), MIXTRAL),
+        artifact(changed(EXPERTS, ".w2", bits=8), MIXTRAL),
+    ),
+    Case(
+        "vllm.plugin-partial-experts",
+        replace(artifact(without(EXPERTS, "experts.1.w2"), MIXTRAL), dense=DENSE_EXPERT),
+        artifact(EXPERTS, MIXTRAL),
+    ),
+)
+
+CASES = VLLM + SGLANG + TRANSFORMERS + W4PACK + PLUGIN
+
+
+def all_rules() -> list[Rule]:
+    """Return the rules of every engine, those of plugins too."""
+    return [rule for engine in ENGINES.values() for rule in (*engine.rules, *engine.artifact)]
 
 
 def broken(model: ModelFacts, rule: str, tp: int) -> list[str]:
@@ -464,21 +529,21 @@ def broken(model: ModelFacts, rule: str, tp: int) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.rule)
 def test_a_rule_finds_what_breaks_it_and_lets_the_nearest_case_pass(case: Case) -> None:
-    expected = {r.id: r.verdict for e in ENGINES.values() for r in e.rules}[case.rule]
+    expected = {r.id: r.verdict for r in all_rules()}[case.rule]
     found = broken(case.bad, case.rule, case.tp)
     assert found and set(found) == {expected}
     assert broken(case.good, case.rule, case.tp) == []
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {r.id for e in ENGINES.values() for r in e.rules} == {c.rule for c in CASES}
+    assert {r.id for r in all_rules()} == {c.rule for c in CASES}
 
 
 def test_rules_have_unique_names_and_one_test() -> None:
-    rules = [r for e in ENGINES.values() for r in e.rules]
+    rules = all_rules()
     assert len({r.id for r in rules}) == len(rules)
     assert all((r.test is None) != (r.whole is None) for r in rules)
-    assert all(r.id.startswith(e.name + ".") for e in ENGINES.values() for r in e.rules)
+    assert all(r.id.startswith(e.name + ".") for e in ENGINES.values() for r in (*e.rules, *e.artifact))
 
 
 @pytest.mark.parametrize("engine", ("vllm", "sglang", "transformers"))
@@ -493,6 +558,17 @@ def test_plain_models_are_taken(engine: str, model: ModelFacts, tp: int) -> None
 
 def test_plain_artifact_is_taken() -> None:
     assert [evaluate(artifact(), "w4pack", tp).verdict for tp in (1, 2)] == ["ok", "ok"]
+
+
+def test_an_artifact_is_taken_by_vllm_with_the_plugin_and_says_so() -> None:
+    for tp in (1, 2):
+        result = evaluate(artifact(), "vllm", tp)
+        assert (result.verdict, [n.rule for n in result.notes]) == ("ok", ["vllm.plugin"])
+
+
+def test_unequal_parts_of_a_fused_layer_are_no_reason_to_refuse_an_artifact() -> None:
+    parts = changed(block("marlin"), "q_proj", group_size=32, act_order="groups")
+    assert evaluate(artifact(without(parts, "v_proj")), "vllm", 1).ok
 
 
 def test_the_worst_verdict_wins_and_slow_counts_as_ok() -> None:
@@ -605,8 +681,8 @@ ACT_DOWN = changed(block(), "down_proj", act_order="groups")
 ACT_ALL = block(act_order="groups")
 ADVICE = (
     ("real order in down_proj only", "vllm", gptq(ACT_DOWN, desc_act=True), "gptq"),
-    ("real order everywhere", "vllm", gptq(ACT_ALL, desc_act=True), "gptq --regroup"),
-    ("order dropped silently", "vllm", gptq(ACT_ALL), "gptq --regroup"),
+    ("real order everywhere", "vllm", gptq(ACT_ALL, desc_act=True), "marlin"),
+    ("order dropped silently", "vllm", gptq(ACT_ALL), "marlin"),
     ("label without order", "vllm", gptq(desc_act=True), "gptq"),
     ("block-constant map", "vllm", gptq(block(act_order="block")), "gptq"),
     ("asymmetric GPTQ", "vllm", gptq(block(sym=False), sym=False), "awq"),
@@ -619,7 +695,7 @@ ADVICE = (
     ("group 16", "vllm", gptq(block(group_size=16), group_size=16), "compressed-tensors"),
     ("packing", "vllm", auto_round(packing_format="auto_round:gptqmodel"), "gptq"),
     ("packing, asymmetric", "vllm", auto_round(block(sym=False), sym=False), "awq"),
-    ("actorder", "vllm", ct(ACT_ALL, quant=compressed(actorder="group")), "compressed-tensors --regroup"),
+    ("actorder", "vllm", ct(ACT_ALL, quant=compressed(actorder="group")), "marlin"),
     ("legacy", "vllm", gptq(block("marlin-legacy"), checkpoint_format="marlin"), "gptq"),
     ("experts in GPTQ form", "transformers", gptq(experts(), MIXTRAL), "compressed-tensors"),
     ("quantized head", "transformers", gptq((*block(), HEAD), lm_head=True), "compressed-tensors"),
@@ -636,7 +712,7 @@ ADVICE = (
         "compressed-tensors --widen",
     ),
     ("not an artifact", "w4pack", gptq(ACT_ALL, desc_act=True), "marlin"),
-    ("artifact in an engine", "vllm", artifact(), "gptq"),
+    ("artifact in an engine", "sglang", artifact(), "gptq"),
 )
 
 
@@ -649,6 +725,7 @@ def test_suggestion(about: str, engine: str, model: ModelFacts, target: str) -> 
 
 def test_no_suggestion_where_none_is_needed_or_none_helps() -> None:
     assert advice(gptq(), "vllm") is None
+    assert advice(artifact(), "vllm") is None
     assert advice(gptq(rotation="hadamard"), "vllm") is None
     assert advice(gptq(block(ambiguous_zeros=2), sym=False), "vllm") is None
     assert advice(gptq(config=CONFIG | NARROW), "vllm", 4) is None
