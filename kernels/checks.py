@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VECTOR, PAIR = 16, 4  # bytes the kernels read and write at once
+MOST_WEIGHT = 1 << 32  # their offsets into a weight are 32 bits wide
 
 
 def _require(holds: bool, what: str, where: str, expected: object, found: object) -> None:
@@ -69,7 +70,21 @@ def weight(
             _require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
             same_device(name, tensor, "weight", packed)
             starts(tensor, name, VECTOR)
+    size = packed.numel() * 4
+    _require(size < MOST_WEIGHT, "the weight is too large", "weight", f"less than {MOST_WEIGHT} bytes", size)
     return k, n
+
+
+def dense_dtype(dtype: object) -> None:
+    """Check the dtype of a dequantized weight.
+
+    Raises:
+        UsageError: it is not one the kernels write.
+    """
+    import torch
+
+    known = (torch.float16, torch.bfloat16)
+    _require(dtype in known, "the dtype is not supported", "dtype", "float16 or bfloat16", dtype)
 
 
 def activations(x: "Tensor", k: int, packed: "Tensor") -> None:

@@ -21,6 +21,8 @@ MAX_SHARED_DEFAULT = 48 * 1024  # above it a kernel must be told
 SPARE_WORKSPACES = 2  # made with the first one: a stream met during a graph capture cannot allocate
 MAPS_KEPT = 4096  # tensor maps: one for each address and shape of activations
 _lock = threading.Lock()
+_devices: dict[int, "Device"] = {}
+_devices_lock = threading.Lock()
 
 
 class _Raw:
@@ -88,13 +90,22 @@ class Device:
         return found
 
 
-@cache
 def device(index: int) -> Device:
     """Return a card, ready for launches.
 
     Raises:
-        UsageError: the card is older than sm_80, or the cubins or cuda-core are missing.
+        UsageError: the card is older than sm_80, or cuda-core is missing.
     """
+    found = _devices.get(index)
+    if found is None:
+        with _devices_lock:  # a second one would hand out other workspaces for the same streams
+            found = _devices.get(index)
+            if found is None:
+                found = _devices[index] = _make_device(index)
+    return found
+
+
+def _make_device(index: int) -> Device:
     import torch
 
     capability = torch.cuda.get_device_capability(index)

@@ -168,7 +168,9 @@ class FusedLinear(PackedTensors):
     The parts' parameters become views of the joined tensors, so names, shapes and values of a state
     dictionary stay those of the file, and nothing is held twice. The first part that is called with an input
     computes all; the others, called with the same tensor, take their columns; after the last one nothing is
-    kept. Any other order of calls is right too, and computes again.
+    kept. Any other order of calls is right too, and computes again. That an input was changed in place
+    between two parts is seen by its version, which tensors of ``torch.inference_mode`` do not have: there it
+    must not be changed.
     """
 
     def __init__(

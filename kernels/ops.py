@@ -6,7 +6,10 @@
     dequantize(weight, scales, zeros?, bits, group_size, dtype) -> (N, K)
     repack(words, perm?, bits) -> the Marlin tile of GPTQ words
 
-They work under CUDA graphs and ``torch.compile(fullgraph=True)``, on any stream and any device index.
+They work under CUDA graphs and ``torch.compile(fullgraph=True)``, on any stream and any device index. Two
+rules of use. A weight is read before the kernel in front of the product has ended (from sm_90 on): whoever
+changes one in place must synchronise before it is used. Launches of one stream share a workspace, so graphs
+captured on one stream must not be replayed at the same time.
 Importing this module registers them, once.
 """
 
@@ -206,6 +209,7 @@ def _dequantize_cuda(
     weight: "Tensor", scales: "Tensor", zeros: "Tensor | None", bits: int, group_size: int, dtype: torch.dtype
 ) -> "Tensor":
     k, n = checks.weight(weight, scales, zeros, bits, group_size)
+    checks.dense_dtype(dtype)
     out = torch.empty((n, k), dtype=dtype, device=weight.device)
     index = weight.get_device()
     with torch.cuda.device(index):

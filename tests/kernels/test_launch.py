@@ -1,7 +1,9 @@
 """What can be known of launches without a card: a workspace made late, through a stand-in of the driver."""
 
 import sys
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -100,3 +102,19 @@ def test_threads_that_meet_a_stream_at_once_get_one_workspace(monkeypatch: pytes
     card.workspaces = Meeting()
     assert card.workspace(7) is theirs
     assert (card.workspaces[7], card.spare) == (theirs, [spare])
+
+
+def test_threads_that_meet_a_card_first_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def make(index: int) -> launch.Device:
+        time.sleep(0.05)
+        made.append(index)
+        return launch.Device(index, None, "sm_90a", 132)
+
+    monkeypatch.setattr(launch, "_make_device", make)
+    monkeypatch.setattr(launch, "_devices", {})
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(launch.device, [0] * 8))
+    assert made == [0]
+    assert all(card is found[0] for card in found)

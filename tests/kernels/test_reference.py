@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from w4pack.convert.errors import UsageError  # noqa: E402
-from w4pack.kernels import layout, ops, reference  # noqa: E402
+from w4pack.kernels import checks, layout, ops, reference  # noqa: E402
 
 
 def _problem(
@@ -129,3 +129,16 @@ def test_a_weight_that_ends_inside_a_column_is_an_error(bits: int, words: int) -
         with pytest.raises(UsageError) as told:
             call()
         assert (told.value.where, told.value.found) == ("weight", str(words))
+
+
+def test_a_weight_past_the_reach_of_an_offset_is_an_error() -> None:
+    packed = torch.empty((16384, 65536), dtype=torch.int32, device="meta")  # 4 GiB
+    scales = torch.empty((1, 32768), dtype=torch.float16, device="meta")
+    with pytest.raises(UsageError, match="too large"):
+        checks.weight(packed, scales, None, 4, -1)
+
+
+def test_a_dense_weight_is_half_or_bfloat16() -> None:
+    checks.dense_dtype(torch.bfloat16)
+    with pytest.raises(UsageError, match="dtype"):
+        checks.dense_dtype(torch.float32)
