@@ -16,6 +16,7 @@ from w4pack.convert.hub.cardtext import (
     LOSSLESS,
     LOSSY,
     QUANTIZED,
+    ROTATED,
     TITLES,
     UNVERIFIED,
 )
@@ -47,6 +48,7 @@ class CardInfo:
     schemes        (scheme, number of linears) that are packed in the output
     changes        (what was done, number of linears), exact ones included
     left           name -> reason, for linears that are no longer packed
+    rotations      lines that say which rotations the weights hold, and which not and why
     errors         name -> relative Frobenius error of W, for linears that were re-quantized
     command        the command that makes this output, with SRC and OUT for places on a disk
     report         what quantization did, in Markdown; empty where nothing was quantized
@@ -64,6 +66,7 @@ class CardInfo:
     changes: tuple[tuple[str, int], ...] = ()
     left: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
+    rotations: tuple[str, ...] = ()
     command: str = ""
     report: str = ""
 
@@ -161,7 +164,8 @@ def _origin(info: CardInfo) -> str:
 def _done(info: CardInfo) -> str:
     packed = [f"- {count} linears: {scheme}" for scheme, count in info.schemes]
     changed = [f"- {what}: {_linears(count)}" for what, count in info.changes]
-    parts = [_claim(info), "\n".join([f"- read as: {info.source_format}", *packed, *changed])]
+    turned = [f"- rotated: {line}" for line in info.rotations]
+    parts = [_claim(info), "\n".join([f"- read as: {info.source_format}", *packed, *changed, *turned])]
     if info.left:
         rows = [(name, info.left[name]) for name in sorted(info.left)]
         parts.append("Linears that are no longer packed:\n\n" + _table(("linear", "why"), rows))
@@ -178,6 +182,8 @@ def _claim(info: CardInfo) -> str:
         return QUANTIZED
     if info.lossless:
         return LOSSLESS
+    if info.rotations and info.target == "dense":
+        return ROTATED
     return DEQUANTIZED if info.target == "dense" and not info.errors else LOSSY
 
 

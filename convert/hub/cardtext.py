@@ -18,6 +18,12 @@ Dequantized: every weight is `(code - zero point) * scale`, rounded once to the 
 LOSSY = """\
 Not lossless: the linears listed below differ from the source. All others are the same, bit for bit."""
 
+ROTATED = """\
+Rotated: Hadamard rotations of the residual stream and of the value heads are folded into the weights, in
+float64, each weight rounded once. The model computes what its source computes, up to that rounding, in its
+ordinary class; that was proved layer by layer before the weights were written. Outliers are spread, which is
+what low-bit quantization wants."""
+
 QUANTIZED = """\
 Quantized from 16-bit weights: the linears below have codes that were chosen to change their outputs least."""
 

@@ -9,6 +9,7 @@ from w4pack.convert.hub.card import CardInfo, model_card
 from w4pack.convert.jobs.sidefiles import CARD, SOURCE_CARD
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.quantize_options import QuantizeOptions
+from w4pack.convert.planning.rotation import describe
 from w4pack.convert.source.detect import Source
 
 CARD_LIMIT = 4 << 20  # bytes of a source card that are read
@@ -42,6 +43,7 @@ def card_of(
         changes=tuple(changes.most_common()),
         left=left if plan.target != "dense" else {},
         errors=errors,
+        rotations=() if plan.rotation is None else tuple(describe(plan.rotation)),
         report=report,
         command=command(plan.options),
     )

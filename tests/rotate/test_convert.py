@@ -313,3 +313,12 @@ def test_an_unknown_reader_exits_with_3(tmp_path: Path) -> None:
     found = command(src, tmp_path / "out", "--to", "dense", "--rotate", "offline", "--json")
     assert found.code == 3
     assert found.error["where"] == "model.safetensors, model.layers.0.adapter.weight"
+
+
+def test_the_card_says_what_was_done(place: Path, tmp_path: Path) -> None:
+    card = (rotated(source(place, "gemma2"), tmp_path / "out", seed=3) / "README.md").read_text()
+    assert "w4pack convert SRC OUT --to dense --rotate offline --seed 3" in card
+    assert "Rotated: Hadamard rotations" in card
+    assert "- rotated: R2 16 = 16, 2 layers" in card
+    assert "- rotated: no R1: `model.layers.0.post_attention_layernorm.weight` is a gain" in card
+    assert "Dequantized" not in card
