@@ -93,9 +93,17 @@ def prepare(
             asked.calibration, tokenizer, samples=asked.samples, seqlen=asked.seqlen, seed=options.seed
         )
         warnings += _too_little(calibration, model)
+    schemes = None
+    if asked.bpw is not None:
+        from w4pack.convert.modeljobs.mixed import choose
+        from w4pack.convert.planning.quantizing import default_schemes
+        from w4pack.convert.planning.targets import TARGETS
+
+        asked_for = default_schemes(model, options)
+        schemes = choose(asked_for, provider, TARGETS[options.to], asked.bpw, device)
     name = None if asked.calibration is None else Path(asked.calibration).name
     recorded = replace(options, quantize=replace(asked, calibration=name))
-    return Prepared(source, provider, model, recorded, origin, device, calibration, warnings)
+    return Prepared(source, provider, model, recorded, origin, device, calibration, warnings, schemes)
 
 
 def device_of(name: str) -> torch.device:

@@ -58,6 +58,12 @@ class QuantizeOptions:
                 expected="above 4, at most 8.5 bits per weight",
                 found=str(self.bpw),
             )
+        if self.bpw is not None and (self.bits, self.group_size) != (4, 128):
+            raise UsageError(
+                "`--bpw` chooses bits and group sizes itself",
+                where="--bpw",
+                found=f"--bits {self.bits} --group-size {self.group_size}",
+            )
         for rule in self.module_bits:
             read_rule(rule)
 

@@ -198,6 +198,17 @@ def _layers(
     return plans
 
 
+def default_schemes(model: ModelTensors, options: ConvertOptions) -> dict[str, QuantScheme]:
+    """Return linear -> scheme for those that no rule gives bits to or leaves out."""
+    settings, target = options.quantize, TARGETS[options.to]
+    if settings is None:
+        raise ValueError("quantization needs options")
+    linears = linears_of(model.infos)
+    bits, reasons = _bits_of(linears, options, settings)
+    free = {n: info for n, info in linears.items() if n not in bits and n not in reasons}
+    return {n: _scheme(info, settings.bits, settings, target) for n, info in free.items()}
+
+
 def _bits_of(
     linears: Mapping[str, TensorInfo], options: ConvertOptions, settings: QuantizeOptions
 ) -> tuple[dict[str, int], dict[str, str]]:

@@ -133,7 +133,7 @@ def _hashes(tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return a 64-bit hash of every run of ``GRAM`` tokens."""
     values = tokens.astype(np.uint64) + np.uint64(1)
     count = max(values.size - GRAM + 1, 0)
-    made = np.zeros(count, np.uint64)
+    made: np.ndarray[Any, Any] = np.zeros(count, np.uint64)
     with np.errstate(over="ignore"):
         for i in range(GRAM):
             made = (made ^ (made >> np.uint64(29))) * BASE + values[i : i + count]

@@ -40,6 +40,7 @@ class SplitExperts(nn.ModuleList):
         """Return (T, H): of each token (T, H), the weighted sum over its experts (T, k)."""
         made = torch.zeros_like(hidden_states)
         for number, expert in enumerate(self):
+            assert isinstance(expert, Expert)
             token, choice = torch.where(top_k_index == number)
             if not token.numel():
                 continue

@@ -10,9 +10,14 @@ WORST = 10  # linears that are listed by name
 class _Planned(Protocol):
     """The part of a plan that is told (plans live above this module)."""
 
-    options: Mapping[str, Any]
-    quantization: Mapping[str, Any] | None
-    rotation: Mapping[str, Any] | None
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None: ...
+
+    @property
+    def rotation(self) -> Mapping[str, Any] | None: ...
 
 
 def report(plan: _Planned, reports: Mapping[str, Mapping[str, Any]], outcome: Mapping[str, Any]) -> str:

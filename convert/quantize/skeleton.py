@@ -95,10 +95,11 @@ class Skeleton:
     def _computed_buffers(self, module: nn.Module) -> None:
         """Make the buffers that no file holds (rotary frequencies), as transformers does when it loads."""
         for owner in module.modules():
-            computed = [n for n in owner._non_persistent_buffers_set if owner._buffers.get(n) is not None]
-            lost = [n for n in computed if owner._buffers[n].device.type == "meta"]
-            for name in lost:
-                owner._buffers[name] = torch.empty_like(owner._buffers[name], device=self.device)
+            held = owner._buffers
+            known = {n: held[n] for n in owner._non_persistent_buffers_set if n in held}
+            lost = {n: b for n, b in known.items() if b is not None and b.device.type == "meta"}
+            for name, buffer in lost.items():
+                held[name] = torch.empty_like(buffer, device=self.device)
             if lost:
                 with torch.no_grad():
                     self.model._init_weights(owner)

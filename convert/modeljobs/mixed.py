@@ -1,0 +1,139 @@
+"""A scheme for each linear so that all together meet a number of bits per weight, by measured error.
+
+Linears that engines fuse get one scheme. Each set starts with the cheapest scheme of the palette; then, again
+and again, the step that takes away most error for its bits is made, while it still fits. The error is that of
+the weights, relative and squared, rounded to nearest on the best grid and measured on a sample of outputs:
+every linear counts alike, whatever its size.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from w4pack.convert import formats
+from w4pack.convert.core import families
+from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.errors import Refused
+from w4pack.convert.files.provider import Provider
+from w4pack.convert.planning.decisions import LayerPlan
+from w4pack.convert.planning.quantizing import bits_per_weight
+from w4pack.convert.planning.targets import Target
+from w4pack.convert.quantize import grids
+
+PALETTE = ((4, 128), (4, 64), (4, 32), (8, 128))  # bits, group size; from cheap to dear
+SAMPLE = 128  # outputs of a linear that are measured
+
+
+@dataclass(slots=True)
+class _Set:
+    """Linears with one scheme: (bits, error, scheme of each) of every step, and the step it is at."""
+
+    steps: list[tuple[float, float, dict[str, QuantScheme]]]
+    at: int = 0
+
+    def gain(self) -> float:
+        """Return how much error the next step takes away for each bit it adds; 0 at the end."""
+        if self.at + 1 >= len(self.steps):
+            return 0.0
+        bits = self.steps[self.at + 1][0] - self.steps[self.at][0]
+        return (self.steps[self.at][1] - self.steps[self.at + 1][1]) / bits
+
+
+def choose(
+    linears: Mapping[str, QuantScheme],
+    provider: Provider,
+    target: Target,
+    wanted: float,
+    device: torch.device,
+) -> dict[str, QuantScheme]:
+    """Return a scheme for each linear. ``linears``: the schemes they would have, of one group size and width.
+
+    Raises Refused where even the cheapest schemes take more than ``wanted`` bits per weight, or where the
+    target knows one scheme for all.
+    """
+    if target.one_scheme:
+        raise Refused(
+            f"{target.name} has one scheme for all linears",
+            code="target-cannot-carry",
+            where="--bpw",
+            hint="`--to marlin`, `--to gptq` and `--to compressed-tensors` carry several",
+        )
+    sets = [_measured(names, linears, provider, target, device) for names in _sets(linears)]
+    weights = sum(s.in_features * s.out_features for s in linears.values())
+    spent = sum(one.steps[0][0] for one in sets)
+    if spent > wanted * weights:
+        raise Refused(
+            "no schemes take so few bits per weight",
+            code="bpw",
+            where="--bpw",
+            expected=f"at least {spent / weights:.3f}",
+            found=str(wanted),
+        )
+    while True:
+        fitting = [
+            one
+            for one in sets
+            if one.gain() > 0 and spent - one.steps[one.at][0] + one.steps[one.at + 1][0] <= wanted * weights
+        ]
+        if not fitting:
+            break
+        best = max(fitting, key=_Set.gain)
+        spent += best.steps[best.at + 1][0] - best.steps[best.at][0]
+        best.at += 1
+    return {name: scheme for one in sets for name, scheme in one.steps[one.at][2].items()}
+
+
+def _sets(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Group linears that need one scheme: all experts of a layer, q/k/v, gate/up; the others alone."""
+    known = list(names)
+    groups: dict[str, tuple[str, ...]] = {}
+    for fused in families.fused_sets(known):
+        for name in fused.members:
+            if len(fused.members) >= len(groups.get(name, ())):
+                groups[name] = fused.members
+    return list(dict.fromkeys(groups.get(name, (name,)) for name in known))
+
+
+def _measured(
+    names: tuple[str, ...],
+    linears: Mapping[str, QuantScheme],
+    provider: Provider,
+    target: Target,
+    device: torch.device,
+) -> _Set:
+    samples = {name: _sample(provider.get(f"{name}.weight"), device) for name in names}
+    steps: list[tuple[float, float, dict[str, QuantScheme]]] = []
+    for bits, size in PALETTE:
+        schemes = {n: replace(linears[n], bits=bits, group_size=size) for n in names}
+        if any(not _holds(target, s) for s in schemes.values()):
+            continue
+        plans = [LayerPlan(n, n, "quantize", s) for n, s in schemes.items()]
+        weights = sum(s.in_features * s.out_features for s in schemes.values())
+        cost = bits_per_weight(plans, target.layout or "") * weights
+        error = sum(_error(samples[n], s) for n, s in schemes.items())
+        if not steps or error < steps[-1][1]:  # a step that costs more and loses more is none
+            steps.append((cost, error, schemes))
+    if not steps:
+        own = {n: linears[n] for n in names}
+        plans = [LayerPlan(n, n, "quantize", s) for n, s in own.items()]
+        weights = sum(s.in_features * s.out_features for s in own.values())
+        steps = [(bits_per_weight(plans, target.layout or "") * weights, 0.0, own)]
+    return _Set(steps)
+
+
+def _holds(target: Target, scheme: QuantScheme) -> bool:
+    whole = target.ragged or scheme.in_features % scheme.group_size == 0
+    return whole and formats.get(target.layout or "").limits(scheme) is None
+
+
+def _sample(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the weights (K, n) float32 of outputs that lie evenly apart."""
+    step = max(1, weight.shape[0] // SAMPLE)
+    return weight[::step][:SAMPLE].to(device).float().T.contiguous()
+
+
+def _error(weights: torch.Tensor, scheme: QuantScheme) -> float:
+    grid = grids.search(weights, scheme)
+    made = grids.dequantize(grids.nearest(weights, grid, scheme), grid, scheme)
+    return float((made - weights).double().square().sum() / weights.double().square().sum().clamp(min=1e-30))
