@@ -1,0 +1,122 @@
+"""Tensors that are not read yet: views stay views, copies are rectangles of the file, all else reads.
+
+Every result is compared with the same operations on the tensor that safetensors itself reads.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from w4pack.kernels import transfer  # noqa: E402
+from w4pack.kernels.vllm import lazy  # noqa: E402
+from w4pack.kernels.vllm.lazy import FileTensor, Ledger  # noqa: E402
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(7)
+    tensors = {
+        "words": torch.randint(-(2**31), 2**31 - 1, (12, 40), generator=generator).to(torch.int32),
+        "half": torch.randn(6, 10, generator=generator).half(),
+        "stack": torch.randn(3, 4, 5, generator=generator),
+        "one": torch.randn(1, generator=generator),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def opened(file: Path) -> tuple[Ledger, dict[str, FileTensor], Tensors]:
+    tensors, places = transfer.file_tensors(file)
+    ledger = Ledger(places)
+    return ledger, dict(lazy.names(tensors, ledger)), load_file(file)
+
+
+VIEWS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "whole": ("words", lambda t: t),
+    "rows": ("words", lambda t: t.narrow(0, 3, 5)),
+    "columns": ("words", lambda t: t.narrow(1, 8, 16)),
+    "both": ("words", lambda t: t.narrow(0, 2, 4).narrow(1, 4, 8)),
+    "slices": ("words", lambda t: t[1:9, 5:7]),
+    "one row": ("words", lambda t: t[4]),
+    "every other row": ("words", lambda t: t[::2]),
+    "shape": ("words", lambda t: t.view(6, 80)[1:3]),
+    "expert": ("stack", lambda t: t[1]),
+    "expert's rows": ("stack", lambda t: t[1].narrow(0, 1, 2)),
+    "of every expert": ("stack", lambda t: t.narrow(1, 1, 2)),
+    "columns of every expert": ("stack", lambda t: t.narrow(2, 1, 3)),
+    "unbound": ("stack", lambda t: t.unsqueeze(0).unbind()[0][2]),
+    "chunk": ("stack", lambda t: t.chunk(2, dim=1)[1]),
+    "detached": ("half", lambda t: t.detach().data),
+    "flat": ("half", lambda t: t.reshape(-1)[7:23]),
+    "scalar": ("one", lambda t: t),
+    "nothing": ("words", lambda t: t.narrow(0, 3, 0)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_copy_of_a_view_is_read_later_and_right(name: str, file: Path) -> None:
+    tensor, view = VIEWS[name]
+    ledger, files, real = opened(file)
+    wanted, window = view(real[tensor]), view(files[tensor])
+    assert isinstance(window, FileTensor)
+    assert (window.shape, window.dtype) == (wanted.shape, wanted.dtype)
+    target = torch.zeros_like(wanted)
+    target.copy_(window)
+    assert not target.any()  # nothing was read
+    ledger.execute()
+    assert torch.equal(target, wanted)
+    assert ledger.taken == {tensor}
+
+
+def test_a_copy_into_a_part_of_a_parameter_touches_nothing_else(file: Path) -> None:
+    ledger, files, real = opened(file)
+    target = torch.full((20, 64), 5, dtype=torch.int32)
+    target.narrow(0, 4, 12).narrow(1, 16, 40).copy_(files["words"])
+    ledger.execute()
+    expected = torch.full((20, 64), 5, dtype=torch.int32)
+    expected[4:16, 16:56] = real["words"]
+    assert torch.equal(target, expected)
+    assert ledger.written == {target.untyped_storage().data_ptr()}
+
+
+def test_only_what_is_copied_is_read(file: Path) -> None:
+    ledger, files, _ = opened(file)
+    torch.empty(3, 40, dtype=torch.int32).copy_(files["words"][2:5])
+    assert ledger.execute() == 3 * 40 * 4
+    assert ledger.execute() == 0  # once
+
+
+OTHER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "another dtype": lambda t: torch.empty(6, 10, dtype=torch.float32).copy_(t),
+    "transposed": lambda t: torch.empty(10, 6, dtype=torch.float16).copy_(t.t()),
+    "broadcast": lambda t: torch.empty(2, 10, dtype=torch.float16).copy_(t[0]),
+    "sum": lambda t: t.float().sum(0),
+    "joined": lambda t: torch.cat([t, t]),
+    "cast": lambda t: t.to(torch.float32),
+    "contiguous": lambda t: t[:, 3:5].contiguous(),
+    "item": lambda t: torch.tensor(t[0, 0].item()),
+    "assigned": lambda t: torch.zeros(8, 10, dtype=torch.float16).index_copy_(0, torch.arange(6), t),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_anything_else_reads_the_tensor(name: str, file: Path) -> None:
+    ledger, files, real = opened(file)
+    found = OTHER[name](files["half"])
+    assert ledger.taken == {"half"}
+    ledger.execute()
+    assert torch.equal(found, OTHER[name](real["half"]))
+
+
+def test_attributes_of_an_engine_stay_on_the_tensor(file: Path) -> None:
+    _, files, _ = opened(file)
+    files["half"].shard_id = "q"
+    assert files["half"].shard_id == "q"
+    assert not hasattr(files["half"].detach(), "shard_id")
