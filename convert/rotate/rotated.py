@@ -3,7 +3,7 @@
 All steps of a tensor are done in float64 and rounded once, to nearest even, to the dtype that is asked for.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -12,10 +12,13 @@ from w4pack.convert.errors import Refused, SourceError
 from w4pack.convert.files.provider import Provider, torch_dtype
 from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
 from w4pack.convert.rotate.plan import RotationPlan
-from w4pack.convert.rotate.steps import Center, Divide, Fill, Gain, Shift, Step, Turn, row_axes
+from w4pack.convert.rotate.steps import Center, Divide, Fill, Gain, Shift, Turn, row_axes
 from w4pack.convert.rotate.transform import rotate
 
-BAND = 1 << 22  # float64 elements worked on at a time where a tensor can be cut: 32 MiB
+BAND = 1 << 18  # float64 elements worked on at a time where a tensor can be cut: 2 MiB, which caches hold
+
+
+Other = Center | Turn | Shift | Divide | Fill  # steps that need nothing but the tensor and the source
 
 
 class Rotated:
@@ -52,8 +55,12 @@ class Rotated:
             return values if values.dtype == wanted else self._round(values, wanted, name)
         self._refuse_nonfinite(values, name)
         made = torch.empty(values.shape, dtype=wanted, device=self.device)
+        gains = {s.norm: self._gain(s.norm, plus_one=s.plus_one) for s in steps if isinstance(s, Gain)}
         for part, target in self._bands(values, made, row_axes(steps)):
-            target.copy_(self._round(self._apply(part.to(torch.float64), steps, name), wanted, name))
+            exact = part.to(torch.float64)
+            for step in steps:
+                exact = exact * gains[step.norm] if isinstance(step, Gain) else self._one(exact, step, name)
+            target.copy_(self._round(exact, wanted, name))
         return made
 
     def _refuse_nonfinite(self, values: torch.Tensor, name: str) -> None:
@@ -80,15 +87,8 @@ class Rotated:
         width = max(BAND // max(values.shape[1 - axis], 1), 1)
         return zip(torch.split(values, width, axis), torch.split(made, width, axis), strict=True)
 
-    def _apply(self, values: torch.Tensor, steps: Sequence[Step], name: str) -> torch.Tensor:
-        for step in steps:
-            values = self._one(values, step, name)
-        return values
-
-    def _one(self, values: torch.Tensor, step: Step, name: str) -> torch.Tensor:
+    def _one(self, values: torch.Tensor, step: Other, name: str) -> torch.Tensor:
         match step:
-            case Gain():
-                return values * self._gain(step.norm, plus_one=step.plus_one)
             case Center():
                 return values - values.mean(step.axis, keepdim=True)
             case Turn():
@@ -163,8 +163,7 @@ def round_once(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.to(dtype)
     single = values.to(torch.float32)
     back = single.to(torch.float64)
-    bits = single.view(torch.int32)
-    bits = torch.where(back.abs() > values.abs(), bits - 1, bits)  # towards zero
-    bits = torch.where(back != values, bits | 1, bits)
-    odd = torch.where(torch.isfinite(single), bits, single.view(torch.int32)).view(torch.float32)
-    return odd.to(dtype)
+    bits = single.view(torch.int32)  # changed in place: it is ``single``
+    bits.sub_((back.abs() > values.abs()).to(torch.int32))  # towards zero
+    bits.bitwise_or_((back != values).to(torch.int32))
+    return single.to(dtype)
