@@ -1,0 +1,112 @@
+"""The OpenAI server of vLLM on an artifact that vLLM refuses in its source form: completions, and a stream.
+
+    .venv-vllm-plugin/bin/python tests/engines/serve.py ARTIFACT
+
+Prints one line a check and exits 1 at the first that fails. The server is a process of its own, started as a
+user starts it; what it answers is compared with what the engine says of the same prompt without a stream.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 300
+PROMPT = "She was a woman of mean understanding"
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def asked(url: str, body: dict[str, Any] | None = None) -> bytes:
+    """Send a request; returns the whole answer."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: bytes = answer.read()
+        return found
+
+
+def wait(url: str, server: subprocess.Popen[bytes]) -> float:
+    """Wait for the probe that a pod would ask; returns the seconds."""
+    start = time.monotonic()
+    while time.monotonic() - start < LIMIT_S:
+        if server.poll() is not None:
+            raise SystemExit(f"the server ended with {server.returncode}")
+        try:
+            asked(f"{url}/health")
+            return time.monotonic() - start
+        except OSError:
+            time.sleep(0.5)
+    raise SystemExit(f"not ready within {LIMIT_S} s")
+
+
+def chunks(answer: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the events of a stream."""
+    for line in answer.decode().splitlines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+def check(claim: str, holds: bool, found: object) -> None:
+    """Print a claim; exit if it does not hold."""
+    print(f"{'ok' if holds else 'FAILED'}: {claim} ({found})", flush=True)
+    if not holds:
+        raise SystemExit(1)
+
+
+def questions(url: str, name: str) -> None:
+    """Ask for a completion twice, whole and as a stream."""
+    body = {"model": name, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 1}
+    whole = json.loads(asked(f"{url}/v1/completions", body))["choices"][0]
+    tokens = whole["logprobs"]["tokens"]
+    check("a completion has as many tokens as asked for", len(tokens) == 8, tokens)
+    finite = all(-1000 < value <= 0 for value in whole["logprobs"]["token_logprobs"])
+    check("its log-probabilities are finite", finite, whole["logprobs"]["token_logprobs"][:2])
+    events = list(chunks(asked(f"{url}/v1/completions", {**body, "stream": True})))
+    text = "".join(event["choices"][0]["text"] for event in events)
+    check("the stream comes in pieces", len(events) > 1, len(events))
+    check("and says the same", text == whole["text"], text)
+
+
+def main() -> int:
+    """Start, ask, stop."""
+    folder = Path(sys.argv[1]).resolve()
+    port = free_port()
+    # `vllm serve` of vllm-cpu stops: it asks for the version of a package `vllm`. This is what it would start.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    options = ["--served-model-name", "artifact", "--port", str(port), "--max-model-len", "64", *sys.argv[2:]]
+    # From its own folder: an old `*.egg-info` of a checkout one stands in would hide the installed plugin.
+    place = Path(__file__).parent
+    with subprocess.Popen([*command, *options], env={**os.environ, **SETTINGS}, cwd=place) as server:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            check("the server is ready", True, f"{wait(url, server):.0f} s")
+            questions(url, "artifact")
+        finally:
+            server.terminate()
+            server.wait(60)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
