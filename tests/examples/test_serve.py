@@ -1,4 +1,4 @@
-"""The container file and the Kubernetes manifest: the job's script runs, the rest has the form it must have."""
+"""The container file and the Kubernetes manifest: the script of the job runs, the rest has the right form."""
 
 import os
 import re
