@@ -1,6 +1,6 @@
 """The jobs of w4pack as functions: what each command does, without a terminal.
 
-``convert``, ``inspect``, ``check``, ``verify``, ``unpack``, ``push`` and ``evaluate`` are imported on first use.
+``convert``, ``inspect``, ``check``, ``verify``, ``unpack``, ``push``, ``evaluate``: imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -27,6 +27,7 @@ from w4pack.convert.jobs.execute import StopFlag
 from w4pack.convert.planning.options import HUB_FILE_LIMIT, ConvertOptions
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.quantize_options import QuantizeOptions
+from w4pack.convert.planning.quantizing import memory_of
 from w4pack.convert.planning.show import plan_event, text
 from w4pack.convert.source.detect import Source
 
@@ -152,7 +153,7 @@ def _show_plan(
 ) -> None:
     if given["quiet"] and not (dry or given["as_json"]):
         return
-    event = plan_event(plan, warnings, facts, source, MEMORY)
+    event = plan_event(plan, warnings, facts, source, _memory(plan))
     if given["as_json"]:
         JsonLines().event("plan", **event)
         return
@@ -161,6 +162,10 @@ def _show_plan(
     )
     if dry:
         say(*(f"warning: {w['text']}" for w in event["warnings"]))
+
+
+def _memory(plan: Plan) -> int:
+    return MEMORY if plan.quantization is None else memory_of(plan)
 
 
 def _tell_done(given: Given, report: Report) -> None:

@@ -78,7 +78,7 @@ def prepare(
         from w4pack.convert.rotate.rotated import Rotated
 
         decided, turned, _ = decide_rotation(source, options)
-        provider = Rotated(provider, turned)
+        provider = Rotated(provider, turned, device)
         changes, rotation = turned.config_changes, turned.to_json()
         warnings += decided.warnings
         if asked.method == "rtn" and asked.group_size != -1:

@@ -3,6 +3,7 @@
 Made from names and headers alone: which linears there are, what scheme each gets, what stays and why.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -272,3 +273,30 @@ def _cannot_hold(name: str, obstacle: formats.Obstacle, target: Target) -> Refus
         found=obstacle.found,
         hint=f"{others} can" if others else None,
     )
+
+
+# ---- what it needs -------------------------------------------------------------------------------------
+
+WIDE = 4  # bytes of a float32, in which everything is computed on a CPU
+
+
+def memory_of(plan: Plan) -> int:
+    """Return about how many bytes a quantization needs beside the interpreter and torch; on a CPU.
+
+    Embeddings, head and norms; one layer, twice with GPTAQ; the widest Hessian and what is made of it; the
+    calibration tokens between two layers and inside one.
+    """
+    schemes = {layer.source: layer.scheme for layer in plan.layers}
+    sizes: dict[int, int] = {}
+    for name, s in schemes.items():
+        index = layer_index(name)
+        sizes[index] = sizes.get(index, 0) + s.in_features * s.out_features
+    widest = max(s.in_features for s in schemes.values())
+    largest = max(s.in_features * s.out_features for s in schemes.values())
+    text = (plan.quantization or {}).get("calibration")
+    if text is None:
+        return 12 * WIDE * largest
+    outside = sum(math.prod(d.shape) for d in plan.dense if len(d.shape) == 2)
+    hidden = min(s.in_features for s in schemes.values())
+    streams = 3 * text["tokens"] * hidden + 4 * min(text["tokens"], 8192) * widest
+    return WIDE * (outside + 3 * max(sizes.values()) + 8 * widest * widest + 6 * largest + streams)

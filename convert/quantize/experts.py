@@ -18,11 +18,17 @@ PARAMETERS = {"gate_up_proj", "down_proj"}
 class Expert(nn.Module):
     """gate, up and down of one expert."""
 
-    def __init__(self, hidden: int, inner: int) -> None:
+    def __init__(self, hidden: int, inner: int, act_fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden, inner, bias=False)
         self.up_proj = nn.Linear(hidden, inner, bias=False)
         self.down_proj = nn.Linear(inner, hidden, bias=False)
+        self.act_fn = act_fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return down(act(gate(x)) * up(x))."""
+        y: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return y
 
 
 class SplitExperts(nn.ModuleList):
@@ -31,8 +37,7 @@ class SplitExperts(nn.ModuleList):
     def __init__(
         self, count: int, hidden: int, inner: int, act_fn: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        super().__init__([Expert(hidden, inner) for _ in range(count)])
-        self.act_fn = act_fn
+        super().__init__([Expert(hidden, inner, act_fn) for _ in range(count)])
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -40,14 +45,10 @@ class SplitExperts(nn.ModuleList):
         """Return (T, H): of each token (T, H), the weighted sum over its experts (T, k)."""
         made = torch.zeros_like(hidden_states)
         for number, expert in enumerate(self):
-            assert isinstance(expert, Expert)
             token, choice = torch.where(top_k_index == number)
-            if not token.numel():
-                continue
-            x = hidden_states[token]
-            y = expert.down_proj(self.act_fn(expert.gate_proj(x)) * expert.up_proj(x))
-            y = y * top_k_weights[token, choice, None]
-            made.index_add_(0, token, y.to(made.dtype))
+            if token.numel():
+                y = expert(hidden_states[token]) * top_k_weights[token, choice, None]
+                made.index_add_(0, token, y.to(made.dtype))
         return made
 
 

@@ -4,6 +4,7 @@ Driven by a job that knows files; here are only tensors.
 """
 
 import copy
+import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,14 @@ def compute_dtype(device: torch.device, provider: Provider, module: str) -> torc
         return torch.float32
     tag = provider.info(f"{module}.weight").dtype
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(tag, torch.float32)
+
+
+def give_back() -> None:
+    """Hand freed memory back to the system, or what lies between two layers' tensors adds up (glibc)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return  # another C library: it has its own ways
 
 
 class ModelRun:
@@ -120,6 +129,7 @@ class ModelRun:
         made = LayerWork(layer, index, schemes, self.settings, source).run(self.stream)
         self.witness[1].advance(layer, index)
         self.skeleton.empty(layer)
+        give_back()
         return {places[path]: codes for path, codes in made.items()}
 
     def repeat(self, index: int, weights: Callable[[str], torch.Tensor]) -> None:
@@ -139,6 +149,7 @@ class ModelRun:
         self.stream.advance(layer, index)
         self.witness[1].advance(layer, index)
         self.skeleton.empty(layer)
+        give_back()
 
     def outcome(self) -> Outcome:
         """Compare the logits of the witness tokens, after the last layer."""

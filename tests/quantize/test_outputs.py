@@ -71,25 +71,31 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], torch.Te
     return found
 
 
-@pytest.mark.parametrize("to", ["marlin", "gptq", "compressed-tensors", "marlin-legacy"])
+@pytest.mark.parametrize("to", ["marlin", "gptq", "compressed-tensors"])
 @pytest.mark.parametrize("sym", ["--sym", "--asym"])
 def test_the_file_holds_the_weights_that_were_simulated_bit_for_bit(
     to: str, sym: str, llama: Path, book: Path, tmp_path: Path, simulated: dict[tuple[int, str], torch.Tensor]
 ) -> None:
-    group = ("--group-size", -1) if to == "marlin-legacy" else ("--group-size", 32)
-    done = quantize(llama, tmp_path / "out", "--quantize", "gptq", sym, *group, text=book, to=to)
-    if to == "marlin-legacy":
-        if sym == "--asym":
-            done.expect(3)
-            return
-        if done.code == 3:
-            pytest.skip("needs larger layers than the tiny model has")
-    done.expect(0)
+    quantize(llama, tmp_path / "out", sym, text=book, to=to).expect(0)
     read = weights(tmp_path / "out")
     assert len(read) == len(simulated) == 14
     for (index, path), value in simulated.items():
-        stored = read[f"model.layers.{index}.{path}"]
-        assert np.array_equal(stored, value.double().numpy()), path
+        assert np.array_equal(read[f"model.layers.{index}.{path}"], value.double().numpy()), path
+
+
+def test_legacy_marlin_holds_them_too_and_refuses_zero_points(
+    book: Path, tmp_path: Path, simulated: dict[tuple[int, str], torch.Tensor]
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = sources.llama(**sizes, head_dim=64, num_hidden_layers=1)
+    source = sources.save(model, tmp_path / "src")
+    options = ("--quantize", "gptq", "--group-size", 128)
+    quantize(source, tmp_path / "no", *options, "--asym", text=book, to="marlin-legacy").expect(3)
+    quantize(source, tmp_path / "out", *options, text=book, to="marlin-legacy").expect(0)
+    read = weights(tmp_path / "out")
+    assert len(read) == len(simulated) == 7
+    for (index, path), value in simulated.items():
+        assert np.array_equal(read[f"model.layers.{index}.{path}"], value.double().numpy()), path
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
