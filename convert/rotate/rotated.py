@@ -52,7 +52,7 @@ class Rotated:
         values = self.source.get(self.plan.added.get(name, name)).to(self.device)
         steps = self.plan.steps.get(name, ())
         if not steps:
-            return values if values.dtype == wanted else self._round(values, wanted, name)
+            return values if values.dtype == wanted else self._cast(values, wanted, name)
         self._refuse_nonfinite(values, name)
         made = torch.empty(values.shape, dtype=wanted, device=self.device)
         gains = {s.norm: self._gain(s.norm, plus_one=s.plus_one) for s in steps if isinstance(s, Gain)}
@@ -60,20 +60,21 @@ class Rotated:
             exact = part.to(torch.float64)
             for step in steps:
                 exact = exact * gains[step.norm] if isinstance(step, Gain) else self._one(exact, step, name)
-            target.copy_(self._round(exact, wanted, name))
+            target.copy_(round_once(exact, wanted))
+        self._refuse_overflow(made, name)
         return made
 
     def _refuse_nonfinite(self, values: torch.Tensor, name: str) -> None:
         """A NaN or an infinity would spread over every vector that it lies in."""
-        bad = ~torch.isfinite(values)
-        if bool(bad.any()):
-            place = [int(i) for i in bad.nonzero()[0]]
+        finite = torch.isfinite(values)
+        if not bool(finite.all()):
+            place = [int(i) for i in (~finite).nonzero()[0]]
             raise SourceError(
                 "a weight is not a finite number, and rotating it would spread it",
                 code="nonfinite",
                 where=f"{self.plan.added.get(name, name)}{place}",
                 expected="finite weights",
-                found=f"{int(bad.sum())} of {bad.numel()} not finite",
+                found=f"{int((~finite).sum())} of {finite.numel()} not finite",
             )
 
     def _bands(
@@ -123,21 +124,26 @@ class Rotated:
             )
         return torch.where(bias == 0, bias, bias / torch.where(gain == 0, torch.ones_like(gain), gain))
 
-    def _round(self, values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-        made = round_once(values, dtype)
-        if values.is_floating_point() and dtype.is_floating_point:
-            bad = ~torch.isfinite(made) & torch.isfinite(values)
-            if bool(bad.any()):
-                largest = float(values[torch.isfinite(values)].abs().max())
-                raise Refused(
-                    f"a weight is too large for {str(dtype).removeprefix('torch.')}",
-                    code="overflow",
-                    where=name,
-                    expected=f"at most {torch.finfo(dtype).max:g}",
-                    found=f"{largest:g}",
-                    hint="`--dtype bfloat16` holds it",
-                )
+    def _cast(self, values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+        """Return a tensor that nothing is done to in another dtype; what was not finite may stay so."""
+        made = values.to(dtype)
+        if bool(torch.isfinite(values).all()):
+            self._refuse_overflow(made, name)
         return made
+
+    def _refuse_overflow(self, made: torch.Tensor, name: str) -> None:
+        """Finite weights must come out finite: only the dtype can be too small for them."""
+        finite = torch.isfinite(made)
+        if not bool(finite.all()):
+            place = [int(i) for i in (~finite).nonzero()[0]]
+            raise Refused(
+                f"a weight is too large for {str(made.dtype).removeprefix('torch.')}",
+                code="overflow",
+                where=f"{name}{place}",
+                expected=f"at most {torch.finfo(made.dtype).max:g}",
+                found=f"more, in {int((~finite).sum())} of {made.numel()} values",
+                hint="`--dtype bfloat16` holds them",
+            )
 
 
 def turn(values: torch.Tensor, step: Turn) -> torch.Tensor:
