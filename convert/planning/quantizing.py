@@ -298,5 +298,6 @@ def memory_of(plan: Plan) -> int:
         return 12 * WIDE * largest
     outside = sum(math.prod(d.shape) for d in plan.dense if len(d.shape) == 2)
     hidden = min(s.in_features for s in schemes.values())
-    streams = 3 * text["tokens"] * hidden + 4 * min(text["tokens"], 8192) * widest
+    tokens = int(text["tokens"])
+    streams = 3 * tokens * hidden + 4 * min(tokens, 8192) * widest
     return WIDE * (outside + 3 * max(sizes.values()) + 8 * widest * widest + 6 * largest + streams)

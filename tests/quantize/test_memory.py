@@ -43,7 +43,7 @@ def test_f79_only_the_layer_in_work_has_numbers(
 
 
 @pytest.mark.slow
-def test_f79_peak_memory_does_not_grow_with_depth(book: Path, tmp_path: Path) -> None:
+def test_f79_layers_do_not_stay_in_memory(book: Path, tmp_path: Path) -> None:
     peaks = {}
     for depth in (3, 12):
         model = sources.llama(hidden_size=384, intermediate_size=1024, num_hidden_layers=depth, head_dim=64)
@@ -65,8 +65,9 @@ def test_f79_peak_memory_does_not_grow_with_depth(book: Path, tmp_path: Path) ->
             check=True,
         )
         peaks[depth] = int(done.stdout.split()[-1])
-    # nine more layers would be 9 x 1.5 million weights, 54 MB in float32, of about 500 MB
-    assert peaks[12] < 1.05 * peaks[3]
+    # Nine more layers would be 54 MB in float32, if they stayed. What does grow, between 1 and 2 MB a layer, is
+    # memory that the C library does not give back.
+    assert peaks[12] - peaks[3] < 27_000  # KiB
 
 
 def test_f77_hessians_exist_for_a_bounded_number_of_experts(
