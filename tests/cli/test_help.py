@@ -12,6 +12,12 @@ if TYPE_CHECKING:
 VERBS = ("convert", "inspect", "check", "verify", "unpack", "push", "generate", "bench")
 
 
+DIFFER = {
+    "--tp": "check asks about several at once, convert rotates for one",
+    "--seqlen": "calibration has long windows, the protocol of eval short ones",
+}
+
+
 def commands() -> dict[str, click.Command]:
     from w4pack import cli
 
@@ -49,7 +55,8 @@ def test_an_option_means_the_same_wherever_it_appears() -> None:
                     parameter.is_flag,
                 )
                 seen.setdefault(max(parameter.opts, key=len), set()).add(meaning)
-    assert {name: meanings for name, meanings in seen.items() if len(meanings) > 1} == {}
+    differ = {name for name, meanings in seen.items() if len(meanings) > 1}
+    assert differ == set(DIFFER)
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
