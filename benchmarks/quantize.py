@@ -1,6 +1,6 @@
 """What quantization loses on a real model: perplexity of every method, plain and rotated, in one table.
 
-    python benchmarks/quantize.py SRC --text TEST --calibration TEXT --work FOLDER [--seeds 0,1,2] [--only ...]
+    python benchmarks/quantize.py SRC --text TEST --calibration TEXT --work FOLDER [--seeds 0,1,2]
 
 Each row converts SRC, reads the output back from the disk and measures it by ``w4pack eval``'s protocol: 40
 windows of 512 tokens. Calibration: 8 windows of 512 tokens; seed s takes the 4,096 tokens from s * 4,096 on,
