@@ -105,8 +105,6 @@ def quantize_model(
         return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
     if prepared.options.rotate != "none":
         check_rotation(source, prepared.options, running.reporter, prepared.device)
-    if plan.rotation is not None:
-        check_rotation(source, prepared.options, running.reporter, prepared.device)
     done: list[QuantizeRun] = []
 
     def work(files: OutFiles, log: Journal, earlier: list[Finished]) -> Mapping[int, Finished]:
