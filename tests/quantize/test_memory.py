@@ -65,8 +65,8 @@ def test_f79_layers_do_not_stay_in_memory(book: Path, tmp_path: Path) -> None:
             check=True,
         )
         peaks[depth] = int(done.stdout.split()[-1])
-    # Nine more layers would be 54 MB in float32, if they stayed. What does grow, between 1 and 2 MB a layer, is
-    # memory that the C library does not give back.
+    # Nine more layers would be 54 MB in float32, if they stayed. What does grow, between 1 and 2 MB a layer,
+    # is memory that the C library does not give back.
     assert peaks[12] - peaks[3] < 27_000  # KiB
 
 
