@@ -263,7 +263,7 @@ def root() -> None:
 )
 @click.option(
     "--seed",
-    type=click.IntRange(0, 2**64 - 1),
+    type=click.IntRange(0, 2**63 - 1),
     default=0,
     show_default=True,
     help="Of the signs of rotations, and of the part of the text that calibrates.",
@@ -454,7 +454,7 @@ def evaluate(**given: Any) -> None:
 )
 @click.option(
     "--seed",
-    type=click.IntRange(0, 2**64 - 1),
+    type=click.IntRange(0, 2**63 - 1),
     default=0,
     show_default=True,
     help="Of the drawing of tokens.",
