@@ -197,16 +197,27 @@ def test_a_device_that_is_not_there_is_refused(device: str, made: dict[str, Path
     assert caught.value.where == device
 
 
-def test_a_card_that_is_too_old_is_refused_before_anything_is_read(
-    made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _old_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+
+
+def test_a_card_that_is_too_old_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _old_card(monkeypatch)
     with pytest.raises(UsageError) as caught:
         w4pack.load(tmp_path / "nothing", "cuda")
     assert (caught.value.code, caught.value.found) == ("card-too-old", "7.5")
+
+
+def test_from_pretrained_refuses_a_card_that_is_too_old(
+    made: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")  # for device_map
+    _old_card(monkeypatch)
     with pytest.raises(UsageError) as caught:
         AutoModelForCausalLM.from_pretrained(made[DENSE], device_map="cuda:0")
     assert caught.value.code == "card-too-old"
