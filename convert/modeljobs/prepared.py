@@ -124,17 +124,9 @@ def device_of(name: str) -> torch.device:
 
 def refuse_quantized(source: Source) -> tuple[Warning_, ...]:
     """Raise Refused for a source whose weights are not 16 bit; warn of settings that say otherwise."""
-    if source.layers:
-        first = source.layers[0]
-        raise Refused(
-            "the source is quantized already",
-            code="already-quantized",
-            where=first.name,
-            expected="a checkpoint of 16-bit weights",
-            found=f"{first.layout}, {first.scheme.label()}",
-            hint=f"`w4pack convert {source.checkpoint.label} OUT --to dense` makes a 16-bit model of it; the "
-            "error of its quantization stays",
-        )
+    from w4pack.convert.planning.rotation import refuse_packed
+
+    refuse_packed(source)
     wide = [t for t in source.dense if len(t.shape) >= 2]
     strange = [t for t in wide if t.dtype not in dtypes.FLOAT_TAGS]
     if strange:

@@ -47,7 +47,7 @@ def decide_rotation(
     """
     if source.problems:
         raise Refused.together(source.problems)
-    _refuse_packed(source)
+    refuse_packed(source)
     plan = rotation_of(source, options)
     _refuse_online(plan, options)
     _refuse_two_heads(source, plan)
@@ -67,7 +67,8 @@ def _tag(source: str, forced: str | None) -> str:
     return source if forced is None else forced
 
 
-def _refuse_packed(source: Source) -> None:
+def refuse_packed(source: Source) -> None:
+    """Raise Refused for a source with quantized linears: rotation and quantization begin at 16 bit."""
     if not source.layers:
         return
     first = source.layers[0]
@@ -78,7 +79,7 @@ def _refuse_packed(source: Source) -> None:
         expected="a checkpoint of 16-bit weights",
         found=f"{first.layout}, {first.scheme.label()}",
         hint=f"`w4pack convert {source.checkpoint.store.label} OUT --to dense` makes a 16-bit model of it; "
-        "its rounding stays",
+        "the error of its quantization stays",
     )
 
 
