@@ -12,7 +12,8 @@ VECTOR, PAIR = 16, 4  # bytes the kernels read and write at once
 MOST_WEIGHT = 1 << 32  # their offsets into a weight are 32 bits wide
 
 
-def _require(holds: bool, what: str, where: str, expected: object, found: object) -> None:
+def require(holds: bool, what: str, where: str, expected: object, found: object) -> None:
+    """Raise UsageError unless a rule holds: what is wrong, of which argument, expected against found."""
     if not holds:
         raise UsageError(
             what, code="operator-argument", where=where, expected=str(expected), found=str(found)
@@ -25,9 +26,9 @@ def scheme(bits: int, group_size: int) -> None:
     Raises:
         UsageError: one of them is not supported.
     """
-    _require(bits in (4, 8), "the code width is not supported", "bits", "4 or 8", bits)
+    require(bits in (4, 8), "the code width is not supported", "bits", "4 or 8", bits)
     allowed = ", ".join(map(str, tiles.GROUP_SIZES))
-    _require(
+    require(
         group_size in tiles.GROUP_SIZES, "the group size is not supported", "group_size", allowed, group_size
     )
 
@@ -43,12 +44,12 @@ def weight(
     import torch
 
     scheme(bits, group_size)
-    _is(packed, "weight", (torch.int32,), 2)
+    has_dtype(packed, "weight", (torch.int32,), 2)
     k, n = packed.shape[0] * 16, packed.shape[1] * 2 // bits
-    _require(
+    require(
         k % 64 == 0 and k > 0, "K is not a multiple of 64", "weight", "rows in fours of 16", packed.shape[0]
     )
-    _require(
+    require(
         n % 64 == 0 and n > 0,
         "N is not a multiple of 64",
         "weight",
@@ -56,22 +57,20 @@ def weight(
         packed.shape[1],
     )
     whole = n * bits == 2 * packed.shape[1]
-    _require(
-        whole, "the weight ends inside a column", "weight", f"{32 * bits} words a chunk", packed.shape[1]
-    )
+    require(whole, "the weight ends inside a column", "weight", f"{32 * bits} words a chunk", packed.shape[1])
     groups = 1 if group_size == -1 else -(-k // group_size)
-    _is(scales, "scales", (torch.float16, torch.bfloat16), 2)
-    _shape(scales, "scales", (groups, n))
+    has_dtype(scales, "scales", (torch.float16, torch.bfloat16), 2)
+    has_shape(scales, "scales", (groups, n))
     if zeros is not None:
-        _is(zeros, "zeros", (torch.int32,), 2)
-        _shape(zeros, "zeros", (groups, n * bits // 32))
+        has_dtype(zeros, "zeros", (torch.int32,), 2)
+        has_shape(zeros, "zeros", (groups, n * bits // 32))
     for name, tensor in (("weight", packed), ("scales", scales), ("zeros", zeros)):
         if tensor is not None:
-            _require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
+            require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
             same_device(name, tensor, "weight", packed)
             starts(tensor, name, VECTOR)
     size = packed.numel() * 4
-    _require(size < MOST_WEIGHT, "the weight is too large", "weight", f"less than {MOST_WEIGHT} bytes", size)
+    require(size < MOST_WEIGHT, "the weight is too large", "weight", f"less than {MOST_WEIGHT} bytes", size)
     return k, n
 
 
@@ -84,7 +83,7 @@ def dense_dtype(dtype: object) -> None:
     import torch
 
     known = (torch.float16, torch.bfloat16)
-    _require(dtype in known, "the dtype is not supported", "dtype", "float16 or bfloat16", dtype)
+    require(dtype in known, "the dtype is not supported", "dtype", "float16 or bfloat16", dtype)
 
 
 def activations(x: "Tensor", k: int, packed: "Tensor") -> None:
@@ -95,8 +94,8 @@ def activations(x: "Tensor", k: int, packed: "Tensor") -> None:
     """
     import torch
 
-    _is(x, "x", (torch.float16, torch.bfloat16), 2)
-    _require(x.shape[1] == k, "x has another number of columns than the weight has rows", "x", k, x.shape[1])
+    has_dtype(x, "x", (torch.float16, torch.bfloat16), 2)
+    require(x.shape[1] == k, "x has another number of columns than the weight has rows", "x", k, x.shape[1])
     same_device("x", x, "weight", packed)
     rows(x, "x", 8)
     starts(x, "x", VECTOR)
@@ -126,7 +125,7 @@ def starts(tensor: "Tensor", name: str, unit: int) -> None:
     """
     if tensor.is_cuda:
         offset = tensor.data_ptr() % unit
-        _require(offset == 0, f"{name} starts at an odd address", name, f"a multiple of {unit} bytes", offset)
+        require(offset == 0, f"{name} starts at an odd address", name, f"a multiple of {unit} bytes", offset)
 
 
 def rows(x: "Tensor", name: str, unit: int) -> None:
@@ -137,7 +136,7 @@ def rows(x: "Tensor", name: str, unit: int) -> None:
     """
     inner = x.stride(1) == 1 or x.shape[1] == 1
     outer = x.shape[0] <= 1 or (x.stride(0) % unit == 0 and x.stride(0) >= x.shape[1])
-    _require(
+    require(
         inner and outer,
         f"{name} has a stride that is not supported",
         name,
@@ -152,8 +151,8 @@ def output(y: "Tensor", x: "Tensor", n: int) -> None:
     Raises:
         UsageError: a dtype, shape, stride or device that does not fit.
     """
-    _is(y, "out", (x.dtype,), 2)
-    _shape(y, "out", (x.shape[0], n))
+    has_dtype(y, "out", (x.dtype,), 2)
+    has_shape(y, "out", (x.shape[0], n))
     same_device("out", y, "x", x)
     rows(y, "out", 2)
     starts(y, "out", PAIR)
@@ -166,9 +165,9 @@ def bias(tensor: "Tensor | None", x: "Tensor", n: int) -> None:
         UsageError: a dtype, shape or device that does not fit.
     """
     if tensor is not None:
-        _is(tensor, "bias", (x.dtype,), 1)
-        _shape(tensor, "bias", (n,))
-        _require(tensor.is_contiguous(), "bias is not contiguous", "bias", "contiguous", tensor.stride())
+        has_dtype(tensor, "bias", (x.dtype,), 1)
+        has_shape(tensor, "bias", (n,))
+        require(tensor.is_contiguous(), "bias is not contiguous", "bias", "contiguous", tensor.stride())
         same_device("bias", tensor, "x", x)
 
 
@@ -180,9 +179,9 @@ def order(perm: "Tensor", x: "Tensor", name: str, length: int) -> None:
     """
     import torch
 
-    _is(perm, "perm", (torch.int32,), 1)
-    _shape(perm, "perm", (length,))
-    _require(perm.is_contiguous(), "perm is not contiguous", "perm", "contiguous", perm.stride())
+    has_dtype(perm, "perm", (torch.int32,), 1)
+    has_shape(perm, "perm", (length,))
+    require(perm.is_contiguous(), "perm is not contiguous", "perm", "contiguous", perm.stride())
     same_device("perm", perm, name, x)
 
 
@@ -195,33 +194,35 @@ def gptq_words(words: "Tensor", bits: int) -> tuple[int, int]:
     import torch
 
     scheme(bits, -1)
-    _is(words, "words", (torch.int32,), 2)
+    has_dtype(words, "words", (torch.int32,), 2)
     k, n = words.shape[0] * 32 // bits, words.shape[1]
-    _require(
+    require(
         k % 16 == 0 and n % 64 == 0,
         "the matrix is off the tile",
         "words",
         "K % 16 = 0, N % 64 = 0",
         f"{k} x {n}",
     )
-    _require(words.is_contiguous(), "words is not contiguous", "words", "contiguous", words.stride())
+    require(words.is_contiguous(), "words is not contiguous", "words", "contiguous", words.stride())
     return k, n
 
 
-def _is(tensor: "Tensor", name: str, dtypes: tuple[object, ...], dims: int) -> None:
+def has_dtype(tensor: "Tensor", name: str, dtypes: tuple[object, ...], dims: int) -> None:
+    """Check dtype and number of dimensions of an argument; UsageError where one differs."""
     wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-    _require(
+    require(
         tensor.dtype in dtypes,
         f"{name} has the wrong dtype",
         name,
         wanted,
         str(tensor.dtype).removeprefix("torch."),
     )
-    _require(tensor.dim() == dims, f"{name} has the wrong number of dimensions", name, dims, tensor.dim())
+    require(tensor.dim() == dims, f"{name} has the wrong number of dimensions", name, dims, tensor.dim())
 
 
-def _shape(tensor: "Tensor", name: str, shape: tuple[int, ...]) -> None:
-    _require(tuple(tensor.shape) == shape, f"{name} has the wrong shape", name, shape, tuple(tensor.shape))
+def has_shape(tensor: "Tensor", name: str, shape: tuple[int, ...]) -> None:
+    """Check the shape of an argument; UsageError where it differs."""
+    require(tuple(tensor.shape) == shape, f"{name} has the wrong shape", name, shape, tuple(tensor.shape))
 
 
 def same_device(name: str, tensor: "Tensor", other_name: str, other: "Tensor") -> None:
@@ -230,7 +231,7 @@ def same_device(name: str, tensor: "Tensor", other_name: str, other: "Tensor") -
     Raises:
         UsageError: they do not; names both devices.
     """
-    _require(
+    require(
         tensor.device == other.device,
         f"{name} and {other_name} are on different devices",
         name,

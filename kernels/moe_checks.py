@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from w4pack.kernels import checks
-from w4pack.kernels.checks import _is, _require, _shape
+from w4pack.kernels.checks import has_dtype, has_shape, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,11 +27,11 @@ def gemm(
     experts = weight.shape[0]
     for name, tensor in (("weight", weight), ("scales", scales), ("zeros", zeros)):
         if tensor is not None:
-            _require(tensor.dim() == 3, f"{name} has the wrong number of dimensions", name, 3, tensor.dim())
-            _require(
+            require(tensor.dim() == 3, f"{name} has the wrong number of dimensions", name, 3, tensor.dim())
+            require(
                 tensor.shape[0] == experts > 0, f"{name} is of other experts", name, experts, tensor.shape[0]
             )
-            _require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
+            require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
     first = None if zeros is None else zeros[0]
     k, n = checks.weight(weight[0], scales[0], first, bits, group_size)
     checks.activations(x, k, weight)
@@ -47,25 +47,25 @@ def gather(x: "Tensor", rows: "Tensor", offsets: "Tensor", perm: "Tensor", width
     """
     import torch
 
-    _is(x, "x", (torch.float16, torch.bfloat16), 2)
-    _is(perm, "perm", (torch.int32,), 2)
-    _shape(perm, "perm", (perm.shape[0], x.shape[1]))
-    _require(perm.is_contiguous(), "perm is not contiguous", "perm", "contiguous", perm.stride())
+    has_dtype(x, "x", (torch.float16, torch.bfloat16), 2)
+    has_dtype(perm, "perm", (torch.int32,), 2)
+    has_shape(perm, "perm", (perm.shape[0], x.shape[1]))
+    require(perm.is_contiguous(), "perm is not contiguous", "perm", "contiguous", perm.stride())
     checks.same_device("perm", perm, "x", x)
     checks.rows(x, "x", 1)
     fits = width % 8 == 0 and width >= x.shape[1]
-    _require(fits, "the width is not supported", "width", f"a multiple of 8, at least {x.shape[1]}", width)
+    require(fits, "the width is not supported", "width", f"a multiple of 8, at least {x.shape[1]}", width)
     _routing(rows, offsets, perm.shape[0], x)
 
 
 def _routing(rows: "Tensor", offsets: "Tensor", experts: int, x: "Tensor") -> None:
     import torch
 
-    _is(rows, "rows", (torch.int32,), 1)
-    _is(offsets, "offsets", (torch.int32,), 1)
-    _shape(offsets, "offsets", (experts + 1,))
+    has_dtype(rows, "rows", (torch.int32,), 1)
+    has_dtype(offsets, "offsets", (torch.int32,), 1)
+    has_shape(offsets, "offsets", (experts + 1,))
     for name, tensor in (("rows", rows), ("offsets", offsets)):
-        _require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
+        require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
         checks.same_device(name, tensor, "x", x)
 
 
@@ -77,10 +77,10 @@ def values(rows: "Tensor", offsets: "Tensor", tokens: int) -> None:
     """
     borders = offsets.tolist()
     rising = borders[0] == 0 and borders == sorted(borders) and borders[-1] <= rows.numel()
-    _require(rising, "the borders do not rise from 0", "offsets", f"0 .. {rows.numel()}, rising", borders[:8])
+    require(rising, "the borders do not rise from 0", "offsets", f"0 .. {rows.numel()}, rising", borders[:8])
     if rows.numel():
         least, most = int(rows.min()), int(rows.max())
-        _require(
+        require(
             least >= 0 and most < tokens,
             "a row is not in x",
             "rows",
