@@ -16,13 +16,15 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from w4pack.kernels import moe_tiles, tiles
+from w4pack.kernels.quarot import int_tiles
+from w4pack.kernels.quarot.file import File
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
@@ -32,6 +34,7 @@ HINT = "pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'"
 ALLOWED_SPILLS = int(os.environ.get("W4PACK_SPILLS", "0"))  # tuning may look at kernels that spill a little
 SERIALIZED = ("C7510", "C7512")  # the assembler's notes that warpgroup products wait for one another
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+QUAROT: tuple[Callable[[str], Iterable[File]], ...] = (int_tiles.files,)  # by architecture: its files
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,9 @@ def jobs(arch: str, extra: Iterable[tiles.Tile] = ()) -> Iterator[Job]:
                 for tile in dict.fromkeys((*moe_tiles.all_tiles(_table(arch), bits), *extra)):
                     if not tile.producer:
                         yield _moe(arch, tile, dtype, bits, zeros)
+    for files in QUAROT:
+        for file in files(arch):
+            yield Job(file.source, file.entry, arch, file.defines, file.hot)
 
 
 def _table(arch: str) -> str:

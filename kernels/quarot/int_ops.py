@@ -1,6 +1,6 @@
-"""The integer product ``torch.ops.w4pack.int_gemm``: checks, then the kernel on a GPU, the reference on a CPU.
+"""The integer product ``torch.ops.w4pack.int_gemm``: checks, then a kernel, or the reference on a CPU.
 
-    int_gemm(codes, act_scales, weight, scales, bias?, bits, act_bits, group_size, order, k, dtype) -> y (M, N)
+    int_gemm(codes, act_scales, weight, scales, bias?, bits, act_bits, group_size, order, k, dtype) -> y
 
     codes       int8 (M, k) in the order P32 (4-bit weights) or Q32 (8-bit), or uint8 (M, k/2) in S64
     act_scales  fp32 (M,)

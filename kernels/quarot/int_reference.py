@@ -1,4 +1,4 @@
-"""What the integer product computes, in PyTorch on any device: reference of the kernels and fallback on a CPU.
+"""What the integer product computes, in PyTorch on any device: the kernels' reference, a CPU's fallback.
 
     acc[m, n] = sum over k of codes[m, k] * (q[k, n] - 2**(bits - 1))        exact, an int32
     one group:   y = fma(fp32(acc) * act_scale[m], scale[n], bias[n])

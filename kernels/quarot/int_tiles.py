@@ -1,6 +1,9 @@
 """Which kernel runs an integer product, and in which order it reads activations: pure functions."""
 
+from collections.abc import Iterator
+
 from w4pack.kernels.quarot import orders_int
+from w4pack.kernels.quarot.file import File
 
 S4_CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9))  # cards whose tensor cores multiply s4 by themselves
 
@@ -18,3 +21,8 @@ def int_order(capability: tuple[int, int] | None, bits: int, group_size: int, ac
         return orders_int.Q32
     native = capability in S4_CAPABILITIES and act_bits == 4 and group_size != 32
     return orders_int.S64 if native else orders_int.P32
+
+
+def files(arch: str) -> Iterator[File]:
+    """Yield the kernels of an architecture."""
+    yield from ()
