@@ -1,0 +1,296 @@
+"""The artifact's ``online`` records: what runs between the linears, read once and strictly.
+
+    hadamard   site residual_read | qk | attn_out | mlp_mid; order; factors; block; signs null
+    act_quant  site attn_in | attn_out | mlp_in | mlp_mid; bits of the calibration; clip {"4": c, "8": c};
+               symmetric true
+    kv_quant   bits {"k": b, "v": b} of the calibration; clip {"k": {"4": c, "8": c}, "v": {...}};
+               group: the head size
+
+One record for each site; ``mlp_mid`` transforms may be several, of different orders, one for each width of an
+MLP. The bits under which a clip stands are those that may be chosen at run time, and 16 always: transforms
+run whatever is chosen. A record that is not known to the last key changes the numbers, so it is refused.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from w4pack.convert.errors import Refused, UsageError, W4PackError
+
+HADAMARD_SITES = ("residual_read", "qk", "attn_out", "mlp_mid")
+ACT_SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
+BITS = (4, 8, 16)
+KEYS = {
+    "hadamard": ("kind", "site", "order", "factors", "block", "signs"),
+    "act_quant": ("kind", "site", "bits", "clip", "symmetric"),
+    "kv_quant": ("kind", "bits", "clip", "group"),
+}
+Factors = tuple[tuple[int, str], ...]
+Clips = Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Hadamard:
+    """A transform without signs: ``order / block`` copies of one Hadamard matrix, over sqrt(block).
+
+    factors  (order, construction) of each Kronecker factor of a block, the last runs fastest
+    """
+
+    site: str
+    order: int
+    factors: Factors
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActQuant:
+    """Activations of one site, symmetric, a scale for each token.
+
+    bits  the calibration ran with
+    clip  bits -> clip ratio
+    """
+
+    site: str
+    bits: int
+    clip: Clips
+
+
+@dataclass(frozen=True, slots=True)
+class KVQuant:
+    """Keys and values of the cache, asymmetric, a scale for each token and head.
+
+    bits  (keys, values) the calibration ran with
+    clip  bits -> clip ratio, of keys and of values
+    group values that share a scale: the head size
+    """
+
+    bits: tuple[int, int]
+    clip_k: Clips
+    clip_v: Clips
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Online:
+    """All records of an artifact.
+
+    hadamard  in the order of the file
+    acts      site -> quantizer
+    kv        of the cache, or None
+    """
+
+    hadamard: tuple[Hadamard, ...] = ()
+    acts: Mapping[str, ActQuant] = field(default_factory=dict)
+    kv: KVQuant | None = None
+
+    def __bool__(self) -> bool:
+        """Tell whether anything runs online."""
+        return bool(self.hadamard or self.acts or self.kv)
+
+    def transform(self, site: str, order: int | None = None) -> Hadamard | None:
+        """Return the transform of a site, and of that order where it is given; None: there is none."""
+        found = [h for h in self.hadamard if h.site == site and order in (None, h.order)]
+        return found[0] if found else None
+
+    @property
+    def act_bits(self) -> tuple[int, ...]:
+        """What ``act_bits`` may be."""
+        return _common([quant.clip for quant in self.acts.values()])
+
+    @property
+    def kv_bits(self) -> tuple[int, ...]:
+        """What ``kv_bits`` may be."""
+        return _common([] if self.kv is None else [self.kv.clip_k, self.kv.clip_v])
+
+    def settings(self, act_bits: int | None = None, kv_bits: int | None = None) -> "Settings":
+        """Return what to run: as asked, or as in the calibration.
+
+        Raises:
+            UsageError: bits that the records do not have.
+        """
+        own_act = max((quant.bits for quant in self.acts.values()), default=16)
+        own_kv = 16 if self.kv is None else max(self.kv.bits)
+        return Settings(
+            _chosen("act_bits", act_bits, own_act, self.act_bits),
+            _chosen("kv_bits", kv_bits, own_kv, self.kv_bits),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Bits of activations and of the cache at run time; 16: not quantized."""
+
+    act_bits: int
+    kv_bits: int
+
+
+def _common(clips: Sequence[Clips]) -> tuple[int, ...]:
+    return tuple(b for b in BITS if b == 16 or (clips and all(b in clip for clip in clips)))
+
+
+def _chosen(name: str, asked: int | None, own: int, allowed: tuple[int, ...]) -> int:
+    found = own if asked is None else asked
+    if isinstance(found, bool) or found not in allowed:
+        raise UsageError(
+            f"the artifact does not run with this `{name}`",
+            code="online-bits",
+            where=f"--{name.replace('_', '-')}",
+            expected=" or ".join(map(str, allowed)),
+            found=str(found),
+        )
+    return found
+
+
+# ---- reading ---------------------------------------------------------------------------------------
+
+
+def parse(online: Any, where: str = "quantization_config") -> Online:
+    """Read the value of ``online``.
+
+    where  of the block that holds it, for messages
+
+    Raises:
+        Refused: anything that is not known here; lists every problem.
+    """
+    if not isinstance(online, list):
+        raise _refused(f"{where}.online", "a list of records", online)
+    problems: list[W4PackError] = []
+    found: list[Hadamard | ActQuant | KVQuant] = []
+    for number, record in enumerate(online):
+        reader = _Reader(record, f"{where}.online.{number}")
+        made = reader.record()
+        problems += reader.problems
+        if made is not None and not reader.problems:
+            found.append(made)
+    problems += _twice(found, f"{where}.online")
+    if problems:
+        raise Refused.together(problems)
+    kv = [record for record in found if isinstance(record, KVQuant)]
+    return Online(
+        tuple(record for record in found if isinstance(record, Hadamard)),
+        {record.site: record for record in found if isinstance(record, ActQuant)},
+        kv[0] if kv else None,
+    )
+
+
+def _twice(found: Sequence[Hadamard | ActQuant | KVQuant], where: str) -> Iterator[W4PackError]:
+    """Yield a problem for each place that two records speak of."""
+    seen: set[tuple[str, str, int]] = set()
+    for record in found:
+        kind = type(record).__name__
+        order = record.order if isinstance(record, Hadamard) and record.site == "mlp_mid" else 0
+        key = (kind, getattr(record, "site", ""), order)
+        if key in seen:
+            yield _refused(where, "one record for each site", f"two {kind} {key[1]}".rstrip())
+        seen.add(key)
+
+
+def _refused(where: str, expected: str, found: Any) -> Refused:
+    return Refused(
+        "the artifact asks for a transform or quantizer that this version of w4pack does not run",
+        code="artifact-online",
+        where=where,
+        expected=expected,
+        found=str(found)[:200],
+        hint="use the version of w4pack that wrote it, or a later one",
+    )
+
+
+class _Reader:
+    """Reads one record and collects what is wrong with it."""
+
+    def __init__(self, record: Any, where: str) -> None:
+        self.raw, self.where = record, where
+        self.problems: list[W4PackError] = []
+
+    def record(self) -> Hadamard | ActQuant | KVQuant | None:
+        if not isinstance(self.raw, Mapping):
+            self.wrong("", "an object", self.raw)
+            return None
+        kind = self.raw.get("kind")
+        if not isinstance(kind, str) or kind not in KEYS:
+            self.wrong(".kind", ", ".join(KEYS), kind)
+            return None
+        for key in self.raw:
+            if key not in KEYS[kind]:
+                self.wrong(f".{key}", ", ".join(KEYS[kind]), self.raw[key])
+        if kind == "hadamard":
+            return self.hadamard()
+        return self.act_quant() if kind == "act_quant" else self.kv_quant()
+
+    def wrong(self, key: str, expected: str, found: Any) -> None:
+        self.problems.append(_refused(f"{self.where}{key}", expected, found))
+
+    def hadamard(self) -> Hadamard:
+        site, order, block = self.one_of("site", HADAMARD_SITES), self.number("order"), self.number("block")
+        if order % block:
+            self.wrong(".block", f"a divisor of {order}", block)
+        if self.raw.get("signs", "missing") is not None:
+            self.wrong(".signs", "null", self.raw.get("signs"))
+        return Hadamard(site, order, self.factors(block), block)
+
+    def act_quant(self) -> ActQuant:
+        if self.raw.get("symmetric") is not True:
+            self.wrong(".symmetric", "true", self.raw.get("symmetric"))
+        site = self.one_of("site", ACT_SITES)
+        return ActQuant(
+            site, self.bits("bits", self.raw.get("bits")), self.clips("clip", self.raw.get("clip"))
+        )
+
+    def kv_quant(self) -> KVQuant:
+        bits, clip = self.pair("bits"), self.pair("clip")
+        return KVQuant(
+            (self.bits("bits.k", bits[0]), self.bits("bits.v", bits[1])),
+            self.clips("clip.k", clip[0]),
+            self.clips("clip.v", clip[1]),
+            self.number("group"),
+        )
+
+    # values; each returns something of the right type, and notes a problem if it had to invent it
+
+    def number(self, key: str) -> int:
+        value = self.raw.get(key)
+        if type(value) is int and value > 0:
+            return value
+        self.wrong(f".{key}", "a positive integer", value)
+        return 1
+
+    def one_of(self, key: str, known: Sequence[str]) -> str:
+        value = self.raw.get(key)
+        if isinstance(value, str) and value in known:
+            return value
+        self.wrong(f".{key}", ", ".join(known), value)
+        return known[0]
+
+    def bits(self, key: str, value: Any) -> int:
+        if type(value) is int and value in BITS:
+            return value
+        self.wrong(f".{key}", "4, 8 or 16", value)
+        return 16
+
+    def clips(self, key: str, value: Any) -> dict[int, float]:
+        table = value if isinstance(value, Mapping) else {}
+        ratios = all(type(c) in (int, float) and 0 < c <= 1 for c in table.values())
+        if not table or not set(table) <= {"4", "8"} or not ratios:
+            self.wrong(f".{key}", 'a ratio above 0 and at most 1 for "4" or "8" bits', value)
+            return {}
+        return {int(bits): float(ratio) for bits, ratio in table.items()}
+
+    def pair(self, key: str) -> tuple[Any, Any]:
+        value = self.raw.get(key)
+        if isinstance(value, Mapping) and set(value) == {"k", "v"}:
+            return value["k"], value["v"]
+        self.wrong(f".{key}", "one for `k` and one for `v`", value)
+        return 16, {"8": 1}
+
+    def factors(self, block: int) -> Factors:
+        value = self.raw.get("factors")
+        rows = value if isinstance(value, list) else []
+        made, product = [], 1
+        for row in rows:
+            if isinstance(row, list) and len(row) == 2 and type(row[0]) is int and isinstance(row[1], str):
+                made.append((row[0], row[1]))
+                product *= row[0]
+        if not made or len(made) != len(rows) or product != block:
+            self.wrong(".factors", f"[order, construction] pairs whose orders multiply to {block}", value)
+        return tuple(made)
