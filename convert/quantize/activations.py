@@ -6,7 +6,8 @@ Activations: symmetric, one scale for each token, ``m = 2^(bits-1) - 1``:
 Keys and values: asymmetric, one scale and zero point for each token and head, ``n = 2^bits - 1``:
 ``lo = min(x, 0) * clip``, ``hi = max(x, 0) * clip``, ``s = max(fp16((hi - lo) / n), 2^-14)``,
 ``z = clamp(round(-lo / s), 0, n)`` and ``code = clamp(round(x / s) + z, 0, n)``; a value is
-``(code - z) * s``.
+``(code - z) * s``. Scales stop where n * s leaves float16, so that kernels may hold values in 16 bit: values
+beyond 65460 saturate.
 
 Rounding is to nearest, ties to even. A row of zeros has the scale 1 (activations) or the smallest one (cache)
 and stays zero. Scales are used as they are stored: float32 for activations, float16 for the cache.
@@ -16,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-SMALLEST, LARGEST = 2.0**-14, 65504.0  # scales of the cache: the ends of the normal float16 values
+# Scales of the cache: float16's smallest normal value, and the largest at which n * s is a float16 value too.
+SMALLEST, LARGEST = 2.0**-14, {4: 4364.0, 8: 256.75}
 BITS = (4, 8)
 
 
@@ -74,7 +76,8 @@ def quantize_cache(x: torch.Tensor, bits: int, clip: float) -> CacheCodes:
     wide = x.float()
     ratio = torch.tensor(clip, dtype=torch.float32)
     low, high = wide.amin(-1).clamp(max=0) * ratio, wide.amax(-1).clamp(min=0) * ratio
-    scales = ((high - low) / levels).to(torch.float16).float().clamp_(SMALLEST, LARGEST)
+    wanted = ((high - low) / levels).clamp_(max=LARGEST[bits])
+    scales = wanted.to(torch.float16).float().clamp_(min=SMALLEST)
     zeros = (-low / scales).round_().clamp_(0, levels)
     codes = (wide / scales.unsqueeze(-1)).round_().add_(zeros.unsqueeze(-1)).clamp_(0, levels)
     return CacheCodes(codes.to(torch.uint8), scales, zeros)

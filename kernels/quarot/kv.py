@@ -1,0 +1,70 @@
+"""The operators of the quantized KV cache, in ``torch.ops.w4pack``. Pages: see ``kv_layout``.
+
+    kv_append(k, v, codes!, params!, block_table, start, transform, clip_k, clip_v, bits) -> ()
+    kv_attention(q, codes, params, block_table, lengths, first?, scale, window, softcap, transform, bits) -> y
+
+``k`` and ``v`` are (B, kv_heads, T, head_dim), after RoPE and any norm, ``q`` (B, heads, T, head_dim), the
+strides what RoPE leaves; y is (B, T, heads, head_dim), contiguous, in q's dtype. fp16 or bf16 on a card,
+fp32 too on a CPU. Query head h reads KV head ``h // (heads / kv_heads)``. ``transform`` is the key of R3, "" for
+none: it is applied inside, in fp32, to k by the first operator and to q by the second.
+
+``block_table`` int32 (B, P) holds a sequence's pages; ``start`` int32 (B,) is the slot of the first new token,
+``lengths`` int32 (B,) the tokens that are there with the new ones. Slots count from 0 for each sequence alone,
+so left padding takes slots and ``first`` int32 (B,) says how many to pass over, while a sequence that was
+padded on the right goes on at its own length: its next ``start`` overwrites the padding. Query i of the T
+stands at slot ``p = lengths - T + i`` and sees the slots j with ``first <= j <= p``, with a window also
+``j > p - window`` (0: no window); a query that sees nothing gets zeros. T = 1 is decoding, T > 1 prefill or a
+chunk of it; codes do not depend on how a prompt is cut. ``softcap`` c: ``c * tanh(x / c)`` (0: none).
+
+Bits are 4 or 8. A cache in 16 bit needs none of this: R3 cancels in ``q k`` and the engine's own cache and
+attention serve. Nothing waits for the card, and nothing on the host depends on lengths: CUDA graphs replay.
+Importing this module registers the operators, once.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from w4pack.kernels.quarot import kv_checks, kv_reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_library: Any = torch.library.Library("w4pack", "FRAGMENT")  # type: ignore[no-untyped-call]
+_PAGES = "Tensor block_table, Tensor"
+_library.define(
+    f"kv_append(Tensor k, Tensor v, Tensor(a!) codes, Tensor(b!) params, {_PAGES} start, str transform, "
+    "float clip_k, float clip_v, int bits) -> ()"
+)
+_library.define(
+    f"kv_attention(Tensor q, Tensor codes, Tensor params, {_PAGES} lengths, Tensor? first, float scale, "
+    "int window, float softcap, str transform, int bits) -> Tensor"
+)
+
+
+def _append_cpu(*arguments: Any) -> None:
+    kv_checks.append(*arguments)
+    kv_reference.append(*arguments)
+
+
+def _attention_cpu(*arguments: Any) -> "Tensor":
+    kv_checks.attention(*arguments)
+    return kv_reference.attention(*arguments)
+
+
+def _append_fake(*arguments: Any) -> None:
+    return None
+
+
+def _attention_fake(q: "Tensor", *arguments: Any) -> "Tensor":
+    rows, heads, queries, size = q.shape
+    return q.new_empty((rows, queries, heads, size))
+
+
+_library.impl("kv_append", _append_cpu, "CPU")
+_library.impl("kv_attention", _attention_cpu, "CPU")
+torch.library.register_fake("w4pack::kv_append", _append_fake, lib=_library)
+torch.library.register_fake("w4pack::kv_attention", _attention_fake, lib=_library)
+
+kv_append = torch.ops.w4pack.kv_append.default
+kv_attention = torch.ops.w4pack.kv_attention.default
