@@ -78,8 +78,9 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
         config = _config(store)
         quant = config["quantization_config"]
         claims = dialect.claims(quant)
-        if claims.refusals:
-            raise Refused.together([_unknown(key, found, store.label) for key, found in claims.refusals])
+        refusals = (*claims.refusals, *dialect.run_time(quant))
+        if refusals:
+            raise Refused.together([_unknown(key, found, store.label) for key, found in refusals])
         with open_checkpoint(store) as checkpoint:
             files = {name: (store.path(name), store.files()[name]) for name in checkpoint.weight_files}
             return _check(checkpoint, Path(path), quant, claims, files)

@@ -11,7 +11,9 @@ from typing import Any
 from w4pack.convert.core.families import natural_key
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.dialects import Claims, ModuleClaim, TargetModel, reading
+from w4pack.convert.dialects.online import parse
 from w4pack.convert.dialects.rules import common_scheme
+from w4pack.convert.errors import W4PackError
 
 METHODS = ("w4pack",)
 
@@ -23,11 +25,6 @@ KEYS = (
 )  # fmt: skip
 SIZE_KEYS = ("in_features", "out_features", "stored_in", "stored_out")
 MODULE_KEYS = ("bits", "group_size", "sym", "act_order", *SIZE_KEYS)
-ONLINE_KEYS: dict[str, tuple[str, ...]] = {
-    "hadamard": ("site", "order", "factors", "block", "signs"),
-    "act_quant": ("site", "bits", "clip", "symmetric"),
-    "kv_quant": ("bits", "clip", "group"),
-}
 
 
 def claims(config: Mapping[str, Any]) -> Claims:
@@ -124,17 +121,24 @@ def _scheme_refusals(where: str, block: Mapping[str, Any]) -> list[tuple[str, st
 
 
 def _online_refusals(online: Any) -> list[tuple[str, str]]:
-    """Refuse every record, known kinds too: each changes the forward pass, and no target carries it yet."""
-    if not isinstance(online, list):
-        return [_pair("online", online, "a list of records")]
-    found = []
-    for number, record in enumerate(online):
-        kind = record.get("kind") if isinstance(record, Mapping) else None
-        if not isinstance(kind, str) or kind not in ONLINE_KEYS:
-            found.append(_pair(f"online.{number}.kind", kind, ", ".join(ONLINE_KEYS)))
-        else:
-            found.append((f"online.{number}", f"{kind}: runs at run time, in w4pack's own loader only"))
-    return found
+    """Refuse records that nobody here knows: each changes the forward pass."""
+    try:
+        parse(online, "")
+    except W4PackError as err:
+        problems = err.problems or (err,)
+        return [((p.where or "").lstrip("."), f"{p.found} (known: {p.expected})") for p in problems]
+    return []
+
+
+def run_time(config: Mapping[str, Any]) -> reading.Pairs:
+    """Return (key, text) of what runs at run time: for those who run nothing, each is a refusal. Records must
+    have passed ``claims``."""
+    records = config.get("online", [])
+    return tuple(
+        (f"online.{number}", f"{record['kind']}: runs in w4pack's own loader only")
+        for number, record in enumerate(records if isinstance(records, list) else [])
+        if isinstance(record, Mapping) and "kind" in record
+    )
 
 
 def _pair(key: str, value: Any, known: str) -> tuple[str, str]:

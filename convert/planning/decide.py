@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from w4pack.convert.core import families
 from w4pack.convert.core.facts import Warning_
+from w4pack.convert.dialects import w4pack
 from w4pack.convert.errors import Refused
 from w4pack.convert.planning.contents import biases, carried_settings, is_rounded, scales, tied_head
 from w4pack.convert.planning.decisions import Action, Decisions, DensePlan, LayerPlan, State
@@ -35,6 +36,7 @@ def decide(source: Source, options: ConvertOptions) -> Decisions:
             expected="GPTQ, AWQ, compressed-tensors, AutoRound or Marlin tensors",
             found=f"{len(source.dense)} plain tensors",
         )
+    _refuse_online(source)
     state = _start(source, options)
     for step in STEPS:
         step(state)
@@ -43,6 +45,21 @@ def decide(source: Source, options: ConvertOptions) -> Decisions:
     _refuse_if_nothing_packed(state)
     _rename(state)
     return _finish(state)
+
+
+def _refuse_online(source: Source) -> None:
+    """An artifact whose runtime does more than multiply is that artifact alone: nothing else can say so."""
+    own = source.claims is not None and source.claims.method == "w4pack"
+    records = w4pack.run_time(source.quant_config or {}) if own else ()
+    if records:
+        raise Refused(
+            "the source needs a runtime that applies its online transforms and quantizers",
+            code="online-transforms",
+            where=f"{source.quant_file}: online",
+            expected="an artifact without `online` records",
+            found=f"{len(records)} records",
+            hint="convert the 16-bit model that it was made from again",
+        )
 
 
 def _start(source: Source, options: ConvertOptions) -> State:

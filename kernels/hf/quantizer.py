@@ -45,7 +45,8 @@ class W4PackQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse what cannot run before anything is read: unknown versions, cards that are too old."""
-        refusals = dialect.claims(self.quantization_config.to_dict()).refusals
+        block = self.quantization_config.to_dict()
+        refusals = (*dialect.claims(block).refusals, *dialect.run_time(block))
         if refusals:
             key, found = refusals[0]
             raise Refused(

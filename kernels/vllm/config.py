@@ -57,7 +57,7 @@ class W4PackConfig(QuantizationConfig):
         Raises:
             Refused: a version, layout, key or ``online`` record that this version of w4pack does not know.
         """
-        refusals = dialect.claims(config).refusals
+        refusals = (*dialect.claims(config).refusals, *dialect.run_time(config))
         if refusals:
             raise Refused.together([_unknown(key, found) for key, found in refusals])
         return cls(config)

@@ -327,6 +327,19 @@ def test_artifact_block() -> None:
     assert w4pack.claims(block).for_module("a.10.q") == ModuleClaim(4, 128, True, True)
 
 
+R4 = {
+    "kind": "hadamard", "site": "mlp_mid", "order": 128, "factors": [[128, "sylvester"]], "block": 128,
+    "signs": None,
+}  # fmt: skip
+
+
+def test_known_records_are_told_to_those_who_run_nothing() -> None:
+    block = {**artifact(), "online": [R4]}
+    assert w4pack.claims(block).refusals == ()
+    assert w4pack.run_time(block) == (("online.0", "hadamard: runs in w4pack's own loader only"),)
+    assert w4pack.run_time(artifact()) == ()
+
+
 def changed(block: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """Return a copy with the value at a path (keys parted by ``/``) replaced; ``...`` removes it."""
     copy: dict[str, Any] = json.loads(json.dumps(block))
@@ -361,8 +374,9 @@ def changed(block: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("modules_to_not_convert", "lm_head", "modules_to_not_convert", ("list",)),
         ("online", {}, "online", ("list",)),
         ("online", [{"kind": "warp"}], "online.0.kind", ("warp", "hadamard")),
-        ("online", [{"kind": "hadamard"}], "online.0", ("hadamard",)),
-        ("online", [[]], "online.0.kind", ("null",)),
+        ("online", [{**R4, "site": "nose"}], "online.0.site", ("nose", "mlp_mid")),
+        ("online", [{**R4, "seed": 1}], "online.0.seed", ("1", "factors")),
+        ("online", [[]], "online.0", ("object",)),
     ],
 )
 def test_an_artifact_that_is_not_understood(path: str, value: Any, key: str, words: tuple[str, ...]) -> None:
