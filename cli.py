@@ -17,6 +17,7 @@ from w4pack.convert.errors import EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_VERIFY
 
 if TYPE_CHECKING:
     from w4pack.convert.jobs.execute import StopFlag
+    from w4pack.convert.jobs.work import Packer
 
     Numbers = click.ParamType[tuple[int, ...]]
     Number = click.ParamType[int]
@@ -125,7 +126,10 @@ quantize_options = _options(
     click.option(
         "--damp", type=float, help="Damping, a share of the Hessian's mean diagonal; 0.01 by default."
     ),
-    click.option("--device", help="Where quantization computes: cpu (default), cuda or cuda:1."),
+    click.option(
+        "--device",
+        help="Where codes are chosen and Marlin tiles packed: cpu (default), cuda or cuda:1.",
+    ),
 )
 thorough_option = click.option("--thorough", is_flag=True, help="Read every deciding tensor, not a sample.")
 
@@ -289,7 +293,7 @@ def convert(**given: Any) -> None:
     with _errors(given):
         from w4pack.convert.command import run_convert
 
-        run_convert(given, _stop_flag())
+        run_convert(given, _stop_flag(), _packer_on)
 
 
 @root.command(short_help="Say what a checkpoint is.")
@@ -517,6 +521,13 @@ def bench(**given: Any) -> None:
         from w4pack.kernels.bench.command import run_bench
 
         run_bench(given)
+
+
+def _packer_on(device: str) -> "Packer | None":
+    """Hand the kernels to the converter, which imports nothing of them."""
+    from w4pack.kernels.packing import packer_on
+
+    return packer_on(device)
 
 
 @contextlib.contextmanager

@@ -4,13 +4,13 @@ Data goes to stdout, everything else to stderr; with ``--json`` stdout holds JSO
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from w4pack.convert import api
+from w4pack.convert import api, formats
 from w4pack.convert.console import Given, print_json, question_reporter, reporter_of, say, where_of
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import SourceError, UsageError
@@ -24,18 +24,23 @@ from w4pack.convert.events import (
 )
 from w4pack.convert.jobs.conversion import MEMORY, Report, Running
 from w4pack.convert.jobs.execute import StopFlag
+from w4pack.convert.jobs.work import Packer, packs_tiles
 from w4pack.convert.planning.options import HUB_FILE_LIMIT, ConvertOptions
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.convert.planning.quantizing import memory_of
 from w4pack.convert.planning.show import plan_event, text
+from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import Source
 
 if TYPE_CHECKING:
     from w4pack.convert.hub.access import Access
 
 
-def _running(given: Given, stop: StopFlag, reporter: Reporter) -> Running:
+PackerOn = Callable[[str], Packer | None]  # the name of a device -> what packs there; None: the CPU
+
+
+def _running(given: Given, stop: StopFlag, reporter: Reporter, packer: Packer | None = None) -> Running:
     return Running(
         given["threads"],
         given["resume"],
@@ -44,6 +49,7 @@ def _running(given: Given, stop: StopFlag, reporter: Reporter) -> Running:
         reporter,
         stop,
         given.get("device") or "cpu",
+        packer,
     )
 
 
@@ -73,7 +79,7 @@ def _quantize_options(given: Given) -> QuantizeOptions | None:
     names = [f.name for f in fields(QuantizeOptions) if f.name != "method"]
     chosen = {n: given[n] for n in names if given[n] is not None and given[n] != ()}
     if given["quantize"] is None:
-        for name in [*chosen, *(["device"] if given["device"] else [])]:
+        for name in chosen:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"`{flag}` has no meaning without `--quantize`", where=flag)
         return None
@@ -82,12 +88,38 @@ def _quantize_options(given: Given) -> QuantizeOptions | None:
     return QuantizeOptions(given["quantize"], **chosen)
 
 
-def run_convert(given: Given, stop: StopFlag) -> None:
+def _packer(given: Given, options: ConvertOptions, packer_on: PackerOn, reporter: Reporter) -> Packer | None:
+    """Return what packs on the device asked for. Raises UsageError if the option has nothing to act on, or
+    the device cannot pack; where it also quantizes, which any card can, that is told and the CPU packs.
+    """
+    device, layout = given["device"] or "cpu", TARGETS[options.to].layout
+    if device == "cpu":
+        return None
+    if layout is None or not packs_tiles(formats.get(layout)):
+        if options.quantize is None:
+            raise UsageError(
+                "`--device` has nothing to act on: no code is chosen, and no tile is packed",
+                where="--device",
+                expected="`--quantize`, or `--to` marlin or marlin-legacy",
+                found=f"--to {options.to}",
+            )
+        return None
+    try:
+        return packer_on(device)
+    except UsageError as err:
+        if options.quantize is None:
+            raise
+        if err.code != "no-device":  # quantizing refuses that one itself
+            reporter.event("note", text=f"the codes are packed on the CPU: {err.what}")
+        return None
+
+
+def run_convert(given: Given, stop: StopFlag, packer_on: PackerOn) -> None:
     """Plan, print the plan, work, print what was done."""
     options, out = _convert_options(given), Path(given["out"])
     _check_given(given, options)
     reporter = reporter_of(given)
-    running = _running(given, stop, reporter)
+    running = _running(given, stop, reporter, _packer(given, options, packer_on, reporter))
     try:
         if given["dry_run"]:
             _dry_run(given, options, running)
@@ -180,6 +212,7 @@ def _tell_done(given: Given, report: Report) -> None:
             relative_errors=dict(sorted(report.errors.items())),
             verified=given["verify_after"],
             resumed_complete=report.was_complete,
+            packed_on=report.packed_on,
             warnings=len(report.warnings),
         )
         return
@@ -194,11 +227,15 @@ def _tell_done(given: Given, report: Report) -> None:
     rate = report.plan.source_bytes / max(report.seconds, 1e-9)
     say(
         f"wrote {report.out}: {size_text(report.plan.output_bytes)} in {time_text(report.seconds)} "
-        f"({size_text(int(rate))}/s), {'lossless' if report.lossless else 'not lossless'}",
+        f"({size_text(int(rate))}/s), {'lossless' if report.lossless else 'not lossless'}{_packed(report)}",
         f"verified against {given['src']}: every tensor is as it should be"
         if given["verify_after"]
         else _next(report, given),
     )
+
+
+def _packed(report: Report) -> str:
+    return "" if report.packed_on in (None, "cpu") else f", packed on {report.packed_on}"
 
 
 def _next(report: Report, given: Given) -> str:

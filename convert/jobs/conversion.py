@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from w4pack.convert import formats
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import OutputError, Refused, SourceError, VerifyError
 from w4pack.convert.events import Quiet, Reporter, warning_fields
@@ -47,6 +48,7 @@ class Running:
 
     threads  0: one per core, at most 8
     device   where quantization computes: ``cpu``, ``cuda`` or ``cuda:1``
+    packer   makes Marlin tiles, e.g. ``kernels.packing.packer_on("cuda")``; None: numpy does, on the CPU
     """
 
     threads: int = 0
@@ -56,11 +58,20 @@ class Running:
     reporter: Reporter = field(default_factory=Quiet)
     stop: StopFlag = field(default_factory=StopFlag)
     device: str = "cpu"
+    packer: work.Packer | None = None
 
     @property
     def workers(self) -> int:
         """Number of threads."""
         return self.threads or min(len(os.sched_getaffinity(0)), 8)
+
+    def packed_on(self, plan: Plan) -> str | None:
+        """Return the device that packs a plan's layers; None where they do not become Marlin tiles."""
+        layout = TARGETS[plan.target].layout
+        packed = any(layer.action != "dense" for layer in plan.layers)
+        if layout is None or not packed or not work.packs_tiles(formats.get(layout)):
+            return None
+        return "cpu" if self.packer is None else self.packer.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,7 @@ class Report:
 
     errors        relative Frobenius error of each re-quantized layer
     was_complete  OUT was already the published result of this plan (``--resume``); nothing was written
+    packed_on     the device that made Marlin tiles, None where nothing became tiles
     """
 
     out: Path
@@ -77,6 +89,7 @@ class Report:
     seconds: float
     errors: Mapping[str, float]
     was_complete: bool = False
+    packed_on: str | None = None
 
     @property
     def lossless(self) -> bool:
@@ -92,7 +105,9 @@ class Report:
 class ConvertRecipe:
     """Does the operations of a conversion plan."""
 
-    def __init__(self, source: Source, plan: Plan, *, strict: bool) -> None:
+    def __init__(
+        self, source: Source, plan: Plan, *, strict: bool, packer: work.Packer | None = None
+    ) -> None:
         self.source = source
         self.layers = {layer.name: layer for layer in source.layers}
         self.plans = {p.source: p for p in plan.layers}
@@ -100,6 +115,7 @@ class ConvertRecipe:
         self.layout = TARGETS[plan.target].layout
         self.records = plan.target in manifest.TARGETS_WITH_RECORDS
         self.strict = strict
+        self.packer = packer
         self.model = None if plan.rotation is None else rotated.rotated_model(source, plan)
 
     def start(self, op: Op, out: OutFiles) -> work.OpRun:
@@ -126,8 +142,9 @@ class ConvertRecipe:
         if plan.action == "dense":
             return work.dense_layer_tasks(job, out, out.tensors[op.outputs[0]])
         if plan.action == "regroup" or self.layout is None:
-            return work.regroup_tasks(job, out, report)
-        return work.pack_tasks(job.codes, self.layout, out, plan.name, work.encoded(job))
+            return work.regroup_tasks(job, out, report, self.packer)
+        small = work.encoded(job)
+        return work.pack_tasks(job.codes, self.layout, out, plan.name, small, self.packer)
 
     def _codes_hash(self, name: str) -> str | None:
         if not self.strict:
@@ -226,13 +243,14 @@ def convert_source(
         before()
     written = run_plan(
         plan,
-        ConvertRecipe(source, plan, strict=running.strict),
+        ConvertRecipe(source, plan, strict=running.strict, packer=running.packer),
         out,
         running,
         lambda folder, done: _write_rest(folder, done, plan, source, original, card),
     )
     _tell_nonfinite(written, running.reporter)
-    return Report(out, plan, warnings, time.monotonic() - started, _errors(written))
+    seconds = time.monotonic() - started
+    return Report(out, plan, warnings, seconds, _errors(written), packed_on=running.packed_on(plan))
 
 
 def _tell_nonfinite(written: manifest.Written, reporter: Reporter) -> None:

@@ -29,6 +29,31 @@ DENSE_CODES = 1 << 20  # codes per dequantized block: 4 MiB of float32
 Task = Callable[[], None]
 
 
+class Packer(Protocol):
+    """Packs canonical words into Marlin tiles in numpy's place, with the same bytes. Safe in threads."""
+
+    device: str
+
+    def __call__(self, words: NDArray[np.uint32], bits: int) -> NDArray[np.int32]:
+        """Pack words (K*bits/32, N) to tiles (K/16, N*bits/2); K % 16 == 0, N % 64 == 0."""
+        ...
+
+
+def packs_tiles(layout: ModuleType) -> bool:
+    """Tell whether a layout's codes are Marlin tiles, which a ``Packer`` can make."""
+    return bool(getattr(layout, "TILES", False))
+
+
+def pack_words(
+    layout: ModuleType, words: NDArray[np.uint32], bits: int, packer: Packer | None
+) -> NDArray[Any]:
+    """Pack words in a layout's form: tiles by ``packer``, if one is given, all else by the layout itself."""
+    if packer is not None and packs_tiles(layout):
+        return packer(words, bits)
+    packed: NDArray[Any] = layout.pack(words, bits)
+    return packed
+
+
 @dataclass(slots=True)
 class OpRun:
     """One operation being done. ``report`` collects what the manifest and the report need of it."""
@@ -97,13 +122,18 @@ def reordered(values: NDArray[Any], rows: NDArray[np.int32] | None, shape: tuple
 
 
 def pack_tasks(
-    code_map: CodeMap, layout_name: str, out: OutFiles, name: str, small: Mapping[str, NDArray[Any]]
+    code_map: CodeMap,
+    layout_name: str,
+    out: OutFiles,
+    name: str,
+    small: Mapping[str, NDArray[Any]],
+    packer: Packer | None = None,
 ) -> list[Task]:
     """Write a layer that stays packed: its small tensors, then its codes block by block."""
     layout, scheme = formats.get(layout_name), code_map.out
     grid = layout.grid(scheme.bits)
     target = out.tensors[f"{name}.{grid.suffix}"]
-    direct = direct_path(code_map.reader.layer.module, layout, scheme.bits)
+    direct = None if packer else direct_path(code_map.reader.layer.module, layout, scheme.bits)
 
     def small_tensors() -> None:
         for suffix, array in small.items():
@@ -114,7 +144,7 @@ def pack_tasks(
         packed = (
             direct(stored)
             if direct is not None and stored is not None
-            else layout.pack(code_map.words(block), scheme.bits)
+            else pack_words(layout, code_map.words(block), scheme.bits, packer)
         )
         row, col = _place(grid, block.k0, block.n0)
         out.write_rect(target, row, col, _inside(target, row, col, packed))
@@ -141,7 +171,7 @@ def direct_path(
 
     Half the time of going through canonical words for AWQ; a test holds both to the same bytes.
     """
-    if bits == 4 and getattr(target, "TILES", False):
+    if bits == 4 and packs_tiles(target):
         found: Callable[[NDArray[Any]], NDArray[Any]] | None = getattr(source, "to_tiles", None)
         return found
     return None
@@ -183,7 +213,9 @@ def weights_of(code_map: CodeMap, params: GroupParams, block: Block, tag: str) -
     return dequantize(codes, columns, code_map.out, tag, block.k0)
 
 
-def regroup_tasks(job: LayerJob, out: OutFiles, report: dict[str, Any]) -> list[Task]:
+def regroup_tasks(
+    job: LayerJob, out: OutFiles, report: dict[str, Any], packer: Packer | None = None
+) -> list[Task]:
     """Re-quantize a layer in natural row order, a band of columns at a time; scales come last."""
     if job.layout is None:
         raise ValueError("a packed layer needs a layout")
@@ -204,7 +236,8 @@ def regroup_tasks(job: LayerJob, out: OutFiles, report: dict[str, Any]) -> list[
             if found.zeros is not None:
                 zeros[:, band.n0 : band.n1] = found.zeros
             sums[:] += (found.squared_error, found.squared_norm)
-            packed = layout.pack(bitpack.pack_rows(found.codes, scheme.bits), scheme.bits)
+            words = bitpack.pack_rows(found.codes, scheme.bits)
+            packed = pack_words(layout, words, scheme.bits, packer)
             row, col = _place(grid, 0, n0)
             out.write_rect(target, row, col, _inside(target, row, col, packed))
         params = GroupParams(scales, None if scheme.sym else zeros, None)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from w4pack.convert.jobs.conversion import (
 from w4pack.convert.jobs.execute import Interrupted
 from w4pack.convert.jobs.journal import Finished, Journal
 from w4pack.convert.jobs.outfiles import OutFiles
+from w4pack.convert.jobs.work import Packer, pack_words
 from w4pack.convert.modeljobs.gate import check_rotation
 from w4pack.convert.modeljobs.prepared import Prepared
 from w4pack.convert.modeljobs.rest import CardMaker, write_rest
@@ -122,7 +124,8 @@ def quantize_model(
         work,
     )
     errors = {n: float(r["error"]) for n, r in written.reports.items() if "error" in r}
-    return Report(out, plan, warnings, time.monotonic() - started, errors)
+    seconds = time.monotonic() - started
+    return Report(out, plan, warnings, seconds, errors, packed_on=running.packed_on(plan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +290,8 @@ class QuantizeRun:
 
     def _written(self, number: int, op: Op, made: Quantized) -> Finished:
         plan = self.plans[op.source]
-        for suffix, array in encoded(self.layout, made.words, made.params, plan.scheme).items():
+        tensors = encoded(self.layout, made.words, made.params, plan.scheme, self.running.packer)
+        for suffix, array in tensors.items():
             self.files.write(self.files.tensors[f"{plan.name}.{suffix}"], 0, array)
         return Finished(number, self._hashes(op), dict(made.report))
 
@@ -343,14 +347,18 @@ def tensor_bytes(values: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def encoded(
-    layout: Any, words: NDArray[np.uint32], params: GroupParams, scheme: QuantScheme
+    layout: ModuleType,
+    words: NDArray[np.uint32],
+    params: GroupParams,
+    scheme: QuantScheme,
+    packer: Packer | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Return every tensor of a linear in a layout's form, padded where the layout pads."""
     grid = layout.grid(scheme.bits)
     pad_params = getattr(layout, "pad_params", None)
     if pad_params is not None:
         words = _padded(words, pad_params(params, scheme)[1], scheme, layout)
-    packed = layout.pack(words, scheme.bits)
+    packed = pack_words(layout, words, scheme.bits, packer)
     _, shape = layout.specs(scheme)[grid.suffix]
     tensors: dict[str, NDArray[Any]] = {grid.suffix: np.ascontiguousarray(packed[: shape[0], : shape[1]])}
     tensors.update(layout.encode_params(params, scheme))

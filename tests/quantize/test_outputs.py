@@ -220,7 +220,7 @@ def test_f83_every_option_changes_what_is_recorded_and_what_is_written(
         (("--bits", 8), "--bits"),
         (("--gptaq",), "--gptaq"),
         (("--calibration", "x.txt"), "--calibration"),
-        (("--device", "cpu"), "--device"),
+        (("--device", "cuda", "--to", "gptq"), "--device"),
         (("--quantize", "gptq", "--regroup"), "--regroup"),
         (("--quantize", "gptq", "--widen"), "--widen"),
         (("--quantize", "gptq", "--to", "dense"), "--quantize"),
