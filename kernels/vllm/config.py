@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -11,7 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4pack.convert.core.families import FUSED_LEAVES
 from w4pack.convert.dialects import w4pack as dialect
-from w4pack.convert.errors import Refused
+from w4pack.convert.errors import Refused, W4PackError
 from w4pack.kernels.vllm import moe, source
 from w4pack.kernels.vllm.linear import W4PackLinearMethod
 from w4pack.kernels.vllm.source import Source
@@ -57,9 +58,10 @@ class W4PackConfig(QuantizationConfig):
         Raises:
             Refused: a version, layout, key or ``online`` record that this version of w4pack does not know.
         """
-        refusals = (*dialect.claims(config).refusals, *dialect.run_time(config))
-        if refusals:
-            raise Refused.together([_unknown(key, found) for key, found in refusals])
+        problems = [_unknown(key, found) for key, found in dialect.claims(config).refusals]
+        problems = problems or [_at_run_time(key, found) for key, found in dialect.run_time(config)]
+        if problems:
+            raise Refused.together(problems)
         return cls(config)
 
     def maybe_update_config(
@@ -90,16 +92,17 @@ class W4PackConfig(QuantizationConfig):
         Raises:
             Refused: what the rules of ``w4pack check --engine vllm`` have against this artifact.
         """
+        is_read = get_current_vllm_config().load_config.load_format != "dummy"
         if isinstance(layer, LinearBase):
             members = self._members(prefix)
             if any(name in self.source.specs for name in members):
                 self._check(get_tensor_model_parallel_world_size())
-                return W4PackLinearMethod(self.source, members)
+                return W4PackLinearMethod(self.source, members, is_read=is_read)
             return UnquantizedLinearMethod()
         if isinstance(layer, ParallelLMHead) and prefix in self.source.specs:
-            return W4PackLinearMethod(self.source, (prefix,), is_head=True)
+            return W4PackLinearMethod(self.source, (prefix,), is_head=True, is_read=is_read)
         if moe.is_experts(layer):
-            return moe.method(self.source, layer, prefix)
+            return moe.method(self.source, layer, prefix, is_read=is_read)
         return None
 
     # ---- ours ------------------------------------------------------------------------------------
@@ -134,17 +137,23 @@ class W4PackConfig(QuantizationConfig):
             self._checked.add(ranks)
 
 
-def _unknown(key: str, found: str) -> Refused:
-    online = key.startswith("online")
+def _unknown(key: str, found: str) -> W4PackError:
     return Refused(
-        "the artifact asks for a transform that the plugin does not run"
-        if online
-        else "the artifact is of a kind that this version of w4pack does not know",
-        code="artifact-online" if online else "artifact-unknown",
+        "the artifact is of a kind that this version of w4pack does not know",
+        code="artifact-unknown",
         where=f"config.json: quantization_config.{key}",
-        expected="no `online` records" if online else "what the same version wrote",
+        expected="what the same version wrote",
         found=found,
-        hint="w4pack generate ARTIFACT, or convert again without --rotate full"
-        if online
-        else "install the w4pack that wrote it, or convert again: w4pack convert SOURCE OUT",
+        hint="install the w4pack that wrote it, or convert again: w4pack convert SOURCE OUT",
+    )
+
+
+def _at_run_time(key: str, found: str) -> W4PackError:
+    return Refused(
+        "the artifact asks for work between the layers that the plugin does not do",
+        code="artifact-online",
+        where=f"config.json: quantization_config.{key}",
+        expected="no `online` records",
+        found=found,
+        hint="w4pack generate ARTIFACT runs it, in transformers",
     )

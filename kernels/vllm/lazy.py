@@ -3,15 +3,18 @@
 An engine hands each tensor of a checkpoint to the code of its model, which narrows it to a rank's share and
 copies that to a parameter. Here the tensor is only a place in a file. Views of it are views; a copy of it
 into memory is written down as a rectangle; and when all is written down, the rectangles are read by the
-transfer, in parallel, straight to where they stay. Whatever else is done with such a tensor reads it.
+transfer, in parallel, straight to where they stay. Whatever else is done with such a tensor reads it, and
+whatever else is done with memory that waits for such bytes brings them first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels import placement, transfer
@@ -31,8 +34,9 @@ class Ledger:
         self.files = files
         self.taken: set[str] = set()
         self.written: set[int] = set()  # addresses of the storages that something was copied to
-        self._arenas: dict[int, tuple[int, torch.Tensor]] = {}  # address -> number, bytes
-        self._moves: list[Move] = []
+        # An engine may keep some layers in main memory: each device has arenas and moves of its own.
+        self._arenas: dict[torch.device, dict[int, tuple[int, torch.Tensor]]] = {}  # address -> number, bytes
+        self._moves: dict[torch.device, list[Move]] = {}
 
     def tensor(self, info: TensorInfo) -> "FileTensor":
         """Return a tensor of a file, unread."""
@@ -55,27 +59,35 @@ class Ledger:
         offset = source.info.offset + int(view.storage_offset()) * size
         to = int(target.storage_offset()) * size
         if width * rows:
-            self._moves.append(Move(source.info.file, offset, pitch, width, rows, number, to, step))
+            move = Move(source.info.file, offset, pitch, width, rows, number, to, step)
+            self._moves.setdefault(target.device, []).append(move)
         return True
 
     def _arena(self, storage: torch.UntypedStorage, device: torch.device) -> int:
-        address = storage.data_ptr()
-        if address not in self._arenas:
+        arenas, address = self._arenas.setdefault(device, {}), storage.data_ptr()
+        if address not in arenas:
             whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-            self._arenas[address] = len(self._arenas), whole
-        return self._arenas[address][0]
+            arenas[address] = len(arenas), whole
+        return arenas[address][0]
 
     def execute(self, threads: int | None = None) -> int:
         """Do the copies; returns how many bytes were read. Raises as ``transfer.execute``."""
-        cutter = Cutter(CHUNK, GAP)
-        for move in sorted(self._moves):
-            cutter.add(move)
-        chunks = cutter.close()
-        arenas = [whole for _, whole in sorted(self._arenas.values(), key=lambda pair: pair[0])]
-        self._moves, self._arenas = [], {}
-        if chunks:
-            transfer.carry(chunks, self.files, arenas, threads=threads)
-        return sum(read.nbytes * read.rows for chunk in chunks for read in chunk.reads)
+        moves, arenas = self._moves, self._arenas
+        self._moves, self._arenas = {}, {}
+        done = 0
+        for device, found in moves.items():
+            cutter = Cutter(CHUNK, GAP)
+            for move in sorted(found):
+                cutter.add(move)
+            chunks = cutter.close()
+            places = [whole for _, whole in arenas[device].values()]  # in the order of their numbers
+            transfer.carry(chunks, self.files, places, threads=threads)
+            done += sum(read.nbytes * read.rows for chunk in chunks for read in chunk.reads)
+        return done
+
+    def waits(self, tensor: torch.Tensor) -> bool:
+        """Tell whether bytes for a tensor's memory are written down and not there yet."""
+        return tensor.untyped_storage().data_ptr() in self._arenas.get(tensor.device, {})
 
     def read(self, info: TensorInfo) -> torch.Tensor:
         """Return a tensor of a file in main memory, read now."""
@@ -146,6 +158,36 @@ class FileTensor(torch.Tensor):
         return func(*tree_map(_read, args), **tree_map(_read, kwargs))
 
 
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While a model's code takes tensors: brings bytes that it asked for when it uses what they are for.
+
+    Some weights are changed in place as soon as they are copied (``A = -exp(A)`` of a state space).
+    """
+
+    def __init__(self, ledger: Ledger, threads: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger, self.threads = ledger, threads
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator, after what it needs has come."""
+        kwargs = dict(kwargs or {})
+        noted = func is COPY and len(args) > 1 and isinstance(args[1], FileTensor)
+        if not noted and not _is_view(func) and any(map(self._waits, tree_leaves((args, kwargs)))):
+            self.ledger.execute(self.threads)
+        return func(*args, **kwargs)
+
+    def _waits(self, value: Any) -> bool:
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, FileTensor)
+        return plain and value.device.type != "meta" and self.ledger.waits(value)
+
+
+@cache
 def _is_view(func: Any) -> bool:
     """Tell whether an operator returns views of its first argument and nothing else."""
     returns = func._schema.returns
@@ -206,7 +248,7 @@ def seen(tensor: torch.Tensor) -> None:
         tensor.ledger.taken.add(tensor.info.name)
 
 
-def names(tensors: Mapping[str, TensorInfo], ledger: Ledger) -> Iterator[tuple[str, torch.Tensor]]:
+def names(tensors: Mapping[str, TensorInfo], ledger: Ledger) -> Iterator[tuple[str, FileTensor]]:
     """Yield (name, unread tensor) in the order of the files."""
     for info in sorted(tensors.values(), key=lambda info: (info.file, info.offset)):
         yield info.name, ledger.tensor(info)

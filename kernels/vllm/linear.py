@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.utils import is_weights_pre_processed
 
 from w4pack.convert.errors import Refused, SourceError, name_some
-from w4pack.kernels import modules, ops, orders
+from w4pack.kernels import modules, orders
 from w4pack.kernels.vllm import parts as parts_of
 from w4pack.kernels.vllm.parts import Part, Rank, Wanted
 from w4pack.kernels.vllm.source import Source
@@ -21,16 +22,25 @@ QKV = ("q", "k", "v")  # what the engine calls the parts of its attention layers
 class W4PackLinearMethod(LinearMethodBase):
     """One layer of the engine, of one module of the file or of several side by side.
 
+    The card is not made ready here but by the engine's first run of the model: what is allocated while
+    weights load belongs to them, and is given up with them when the engine sleeps.
+
     Args:
         source: what the file holds.
         members: the modules of the file, in the layer's order.
         is_head: the output head, whose columns the engine pads.
+        is_read: the parameters are filled from the file, not with dummies.
     """
 
-    def __init__(self, source: Source, members: tuple[str, ...], *, is_head: bool = False) -> None:
+    supports_pre_processed_weights = True  # held by another process (``vllm preload``): they are as loaded
+
+    def __init__(
+        self, source: Source, members: tuple[str, ...], *, is_head: bool = False, is_read: bool = True
+    ) -> None:
         self.source = source
         self.members = members
         self.is_head = is_head
+        self.is_read = is_read
 
     # ---- before loading --------------------------------------------------------------------------
 
@@ -101,9 +111,10 @@ class W4PackLinearMethod(LinearMethodBase):
         )
 
     def _loader(self, layer: Any, suffix: str) -> Callable[..., None]:
-        def load(parameter: nn.Parameter, tensor: torch.Tensor, shard: Any = None) -> None:
-            number = QKV.index(shard) if shard in QKV else shard
-            layer.w4pack.fill(parameter, suffix, tensor, shard=number)
+        # The engine puts another tensor in the place of ``param``, by this name, when weights are reloaded.
+        def load(param: nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
+            number = QKV.index(loaded_shard_id) if loaded_shard_id in QKV else loaded_shard_id
+            layer.w4pack.fill(param, suffix, loaded_weight, shard=number)
 
         return load
 
@@ -115,13 +126,12 @@ class W4PackLinearMethod(LinearMethodBase):
         Raises:
             SourceError: a tensor that did not come, an act-order that is none.
         """
-        check_loaded(layer.w4pack.missing())
+        if self.is_read and not is_weights_pre_processed():
+            check_loaded(layer.w4pack.missing())
         layout: Layout = layer.w4pack.layout
         names = [run.parts[0].module for run in layout.runs]
         held = zip(names, layout.tensors(layer), strict=True)
         orders.check({name: tensors["act_perm"] for name, tensors in held if "act_perm" in tensors})
-        if layer.weight.is_cuda:
-            ops.prepare(layer.weight.get_device())
 
     def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> nn.Module:
         """Refuse to tie: a packed head is not the embedding.

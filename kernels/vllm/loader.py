@@ -21,10 +21,13 @@ from w4pack.kernels import hashes, transfer
 from w4pack.kernels.packed import shown, tensor_error
 from w4pack.kernels.vllm import source
 from w4pack.kernels.vllm.config import METHOD, W4PackConfig
-from w4pack.kernels.vllm.lazy import Ledger, names
+from w4pack.kernels.vllm.lazy import Ledger, Watch, names
 
 FORMAT = "w4pack"
-OPTIONS = {"threads": int, "check_hashes": bool}
+OPTIONS: dict[str, tuple[type[int], int]] = {
+    "threads": (int, 1),
+    "check_hashes": (bool, False),
+}  # type, least
 COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # old files hold them
 
 
@@ -41,6 +44,8 @@ class W4PackModelLoader(DefaultModelLoader):
         plain = copy.copy(load_config)
         plain.load_format, plain.model_loader_extra_config = "safetensors", {}
         super().__init__(plain)
+        self._model: nn.Module | None = None  # that is being loaded
+        self._config: Any = None
 
     def load_model(self, vllm_config: Any, model_config: Any, **more: Any) -> Any:
         """Make a model and load it. An artifact of the Hub is there before its layers are made.
@@ -60,9 +65,20 @@ class W4PackModelLoader(DefaultModelLoader):
         Raises:
             SourceError: of an artifact, tensors that are missing, too many, or not as they were written.
         """
-        self._model, self._config = model, model_config.hf_text_config
-        self._strict = model_config.quantization == METHOD
-        super().load_weights(model, model_config)
+        self._model, self._config = model, model_config
+        try:
+            super().load_weights(model, model_config)
+        finally:
+            self._model = None
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
+        """Yield (name, tensor) of all weights: unread while a model is loaded, else read one by one.
+
+        The engine calls it by itself to reload weights, and then keeps tensors of a layer to itself until it
+        has all of them.
+        """
+        self._config = model_config
+        return super().get_all_weights(model_config, model)
 
     def _get_weights_iterator(self, origin: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield (name, unread tensor); when the engine has asked for all of them, their bytes are moved.
@@ -71,14 +87,20 @@ class W4PackModelLoader(DefaultModelLoader):
         """
         folder = self._folder(origin.model_or_path, origin.revision, origin.subfolder)
         tensors, places = transfer.file_tensors(folder)
-        if self._strict:
+        is_artifact = self._config.quantization == METHOD
+        if is_artifact:
             self._check_files(folder)
-        ledger = Ledger(places)
-        for name, tensor in names(tensors, ledger):
-            yield origin.prefix + name, tensor
-        if self._strict:
-            _check_taken(self._model, tensors, ledger, self._config)
-        ledger.execute(self.options.get("threads"))
+        ledger, threads = Ledger(places), self.options.get("threads")
+        if self._model is None:
+            for name, tensor in names(tensors, ledger):
+                yield origin.prefix + name, tensor.whole()
+            return
+        with Watch(ledger, threads):
+            for name, tensor in names(tensors, ledger):
+                yield origin.prefix + name, tensor
+        if is_artifact:
+            _check_taken(self._model, tensors, ledger, self._config.hf_text_config)
+        ledger.execute(threads)
 
     def _folder(self, name: str, revision: str | None, subfolder: str | None = None) -> str:
         """Return the folder of a model, downloaded if need be."""
@@ -143,12 +165,13 @@ def _options(given: Any) -> dict[str, Any]:
         UsageError: one that it does not know.
     """
     for name, value in given.items():
-        if name not in OPTIONS or type(value) is not OPTIONS[name]:
+        kind, least = OPTIONS.get(name, (None, 0))
+        if kind is None or type(value) is not kind or value < least:
             raise UsageError(
                 "the loader has no such option",
                 code="loader-option",
                 where=f"--model-loader-extra-config: {name}",
-                expected="threads, a number; check_hashes, true or false",
+                expected="threads, at least 1; check_hashes, true or false",
                 found=repr(value),
             )
     return dict(given)

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, MoEActivation, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+from vllm.model_executor.utils import is_weights_pre_processed
 
 from w4pack.convert.errors import Refused
-from w4pack.kernels import experts, ops, orders
+from w4pack.kernels import experts, orders
 from w4pack.kernels.vllm import parts as parts_of
 from w4pack.kernels.vllm.lazy import seen
 from w4pack.kernels.vllm.linear import check_loaded
@@ -29,7 +30,7 @@ def is_experts(layer: Any) -> bool:
     return isinstance(layer, RoutedExperts)
 
 
-def method(source: Source, layer: Any, prefix: str) -> "W4PackMoEMethod | None":
+def method(source: Source, layer: Any, prefix: str, *, is_read: bool = True) -> "W4PackMoEMethod | None":
     """Return how experts compute; None: they are left in 16 bit.
 
     Raises:
@@ -54,16 +55,19 @@ def method(source: Source, layer: Any, prefix: str) -> "W4PackMoEMethod | None":
             found=str(len(found)),
             hint=f"w4pack convert SOURCE OUT --ignore 're:{base}.*' leaves all of them in 16 bit",
         )
-    return W4PackMoEMethod(source, name, layer.moe_config)
+    return W4PackMoEMethod(source, name, layer.moe_config, is_read=is_read)
 
 
 class W4PackMoEMethod(FusedMoEMethodBase):
     """The experts of one decoder layer, stacked; gate and up as one product where they are alike."""
 
-    def __init__(self, source: Source, name: Names, config: Any) -> None:
+    supports_pre_processed_weights = True  # as of linear layers
+
+    def __init__(self, source: Source, name: Names, config: Any, *, is_read: bool = True) -> None:
         super().__init__(config)
         self.source = source
         self.name = name
+        self.is_read = is_read
 
     # ---- before loading --------------------------------------------------------------------------
 
@@ -99,7 +103,7 @@ class W4PackMoEMethod(FusedMoEMethodBase):
         layer.w4pack = {layout.prefix: Store(layer, layout) for layout in layouts}
         for layout in layouts:
             for suffix in layout.suffixes:
-                getattr(layer, layout.prefix + suffix).weight_loader = partial(self._load, layer, suffix)
+                getattr(layer, layout.prefix + suffix).weight_loader = self._loader(layer, suffix)
 
     def _part(self, leaf: str, shard: int, wanted: Wanted, rank: Rank) -> Part:
         """Return the share of one layer of every expert, which must all be alike."""
@@ -125,26 +129,28 @@ class W4PackMoEMethod(FusedMoEMethodBase):
         known = [order for order in found if order is not None]
         return b"".join(known) if len(known) == len(found) else None
 
-    def _load(
-        self,
-        layer: Any,
-        suffix: str,
-        param: nn.Parameter,
-        loaded_weight: torch.Tensor,
-        weight_name: str,
-        shard_id: str,
-        expert_id: int,
-        return_success: bool = False,
-    ) -> bool | None:
-        """Copy a tensor of one expert into the stacks; not if another rank has the expert."""
-        local = layer._map_global_expert_id_to_local_expert_id(expert_id)
-        if local == -1:
-            seen(loaded_weight)
-        else:
-            prefix, shard = SHARDS[shard_id]
-            module = self.name(expert_id, shard_id)
-            layer.w4pack[prefix].fill(param, suffix, loaded_weight, shard=shard, expert=(local, module))
-        return local != -1 if return_success else None
+    def _loader(self, layer: Any, suffix: str) -> Callable[..., bool | None]:
+        # The engine knows these arguments by name, and gives another ``param`` when weights are reloaded.
+        def load(
+            param: nn.Parameter,
+            loaded_weight: torch.Tensor,
+            weight_name: str,
+            shard_id: str,
+            expert_id: int,
+            return_success: bool = False,
+        ) -> bool | None:
+            """Copy a tensor of one expert into the stacks; not if another rank has the expert."""
+            local = layer._map_global_expert_id_to_local_expert_id(expert_id)
+            if local == -1:
+                seen(loaded_weight)
+            else:
+                prefix, shard = SHARDS[shard_id]
+                module = self.name(expert_id, shard_id)
+                store = layer.w4pack[prefix]
+                store.fill(param, suffix, loaded_weight, shard=shard, expert=(local, module))
+            return local != -1 if return_success else None
+
+        return load
 
     # ---- after loading ---------------------------------------------------------------------------
 
@@ -154,15 +160,14 @@ class W4PackMoEMethod(FusedMoEMethodBase):
         Raises:
             SourceError: a tensor that did not come, an act-order that is none.
         """
-        check_loaded(list(self._missing(layer)))
+        if self.is_read and not is_weights_pre_processed():
+            check_loaded(list(self._missing(layer)))
         perms = {}
         for prefix, store in layer.w4pack.items():
             for run, tensors in zip(store.layout.runs, store.layout.tensors(layer), strict=True):
                 if "act_perm" in tensors:
                     perms[f"{run.parts[0].module} ({prefix}act_perm)"] = tensors["act_perm"]
         orders.check(perms)
-        if layer.w13_weight.is_cuda:
-            ops.prepare(layer.w13_weight.get_device())
 
     def _missing(self, layer: Any) -> list[str]:
         here = [

@@ -116,6 +116,7 @@ class Store:
     def __init__(self, layer: nn.Module, layout: Layout) -> None:
         self.layout = layout
         self._filled: set[tuple[str, str]] = set()  # (module, suffix)
+        self._orders: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # run, expert -> module -> act_perm
         for suffix in layout.suffixes:
             parameter = nn.Parameter(layout.parameter(suffix), requires_grad=False)
             layer.register_parameter(layout.prefix + suffix, parameter)
@@ -139,17 +140,21 @@ class Store:
             expert: place in the stacks, and the name of its module.
 
         Raises:
-            SourceError: a tensor of another shape or dtype than the config says, or without a place.
+            SourceError: a tensor of another shape or dtype than the config says, or without a place; an
+                act-order that differs from the others of its run.
         """
         found = False
-        for run, view in zip(self.layout.runs, self.layout.views(suffix, parameter.data), strict=True):
+        views = self.layout.views(suffix, parameter.data)
+        for number, (run, view) in enumerate(zip(self.layout.runs, views, strict=True)):
             for part in run.parts:
                 if view is None or shard not in (None, part.shard):
                     continue
                 name = part.module if expert is None else expert[1]
                 _check(f"{name}.{suffix}", part, suffix, tensor, view.dtype)
+                if suffix == "act_perm" and len(run.parts) > 1:
+                    self._compare((number, -1 if expert is None else expert[0]), name, tensor)
                 if suffix == "act_perm" and part is not run.parts[0]:
-                    lazy.seen(tensor)  # one order serves the whole run: they were compared
+                    lazy.seen(tensor)  # one order serves the whole run
                 else:
                     target = view if expert is None else view[expert[0]]
                     _narrowed(target, run.target(suffix, part)).copy_(_narrowed(tensor, part.source(suffix)))
@@ -162,6 +167,26 @@ class Store:
                 where=f"{self.layout.runs[0].parts[0].module}.{suffix}",
                 expected=", ".join(self.layout.suffixes),
             )
+
+    def _compare(self, run: tuple[int, int], module: str, order: torch.Tensor) -> None:
+        """Compare the act-orders of one run. Unread ones were compared before the layer was made; those of a
+        checkpoint that an engine loads afterwards were not.
+        """
+        if isinstance(order, lazy.FileTensor):
+            return
+        known = self._orders.setdefault(run, {})
+        if module in known:  # a new round
+            known.clear()
+        for other, held in known.items():
+            if not torch.equal(held.cpu(), order.cpu()):
+                raise SourceError(
+                    "layers that run as one have different act-orders",
+                    code="act-perm",
+                    where=f"{other}.act_perm, {module}.act_perm",
+                    expected="the same order, as in the artifact that the engine was started with",
+                    hint="start the engine with this artifact",
+                )
+        known[module] = order
 
     def missing(self) -> list[str]:
         """Return the names of the tensors of the parts' own modules that have not come."""

@@ -73,7 +73,9 @@ def engine() -> Iterator[None]:
     base = "vllm.model_executor.layers"
     made = {name: ModuleType(name) for name in ("vllm", "vllm.model_executor", base, f"{base}.linear")}
     made |= {name: ModuleType(name) for name in (f"{base}.fused_moe", f"{base}.fused_moe.activation")}
+    made |= {name: ModuleType(name) for name in ("vllm.model_executor.utils",)}
     made[f"{base}.linear"].LinearMethodBase = object  # type: ignore[attr-defined]
+    made["vllm.model_executor.utils"].is_weights_pre_processed = lambda: False  # type: ignore[attr-defined]
     moe = {"FusedMoEMethodBase": MoEMethod, "MoEActivation": Activation, "RoutedExperts": Experts}
     vars(made[f"{base}.fused_moe"]).update(moe)
     made[f"{base}.fused_moe.activation"].apply_moe_activation = apply_moe_activation  # type: ignore[attr-defined]
