@@ -3,21 +3,21 @@
     kv_append(k, v, codes!, params!, block_table, start, transform, clip_k, clip_v, bits) -> ()
     kv_attention(q, codes, params, block_table, lengths, first?, scale, window, softcap, transform, bits) -> y
 
-``k`` and ``v`` are (B, kv_heads, T, head_dim), after RoPE and any norm, ``q`` (B, heads, T, head_dim), the
-strides what RoPE leaves; y is (B, T, heads, head_dim), contiguous, in q's dtype. fp16 or bf16 on a card,
-fp32 too on a CPU. Query head h reads KV head ``h // (heads / kv_heads)``. ``transform`` is the key of R3, "" for
+``k`` and ``v`` are (B, kv_heads, T, head_dim), after RoPE and any norm, ``q`` (B, heads, T, head_dim), with
+the strides RoPE leaves; y is (B, T, heads, head_dim), contiguous, in q's dtype. fp16 or bf16 on a card, fp32
+too on a CPU. Query head h reads KV head ``h // (heads / kv_heads)``. ``transform`` is the key of R3, "" for
 none: it is applied inside, in fp32, to k by the first operator and to q by the second.
 
-``block_table`` int32 (B, P) holds a sequence's pages; ``start`` int32 (B,) is the slot of the first new token,
-``lengths`` int32 (B,) the tokens that are there with the new ones. Slots count from 0 for each sequence alone,
-so left padding takes slots and ``first`` int32 (B,) says how many to pass over, while a sequence that was
+``block_table`` int32 (B, P) holds a sequence's pages, ``start`` int32 (B,) the slot of the first new token,
+``lengths`` int32 (B,) how many tokens are there, the new ones included. Slots count from 0 for each sequence
+alone. So left padding takes slots, and ``first`` int32 (B,) says how many to pass over; a sequence that was
 padded on the right goes on at its own length: its next ``start`` overwrites the padding. Query i of the T
 stands at slot ``p = lengths - T + i`` and sees the slots j with ``first <= j <= p``, with a window also
 ``j > p - window`` (0: no window); a query that sees nothing gets zeros. T = 1 is decoding, T > 1 prefill or a
 chunk of it; codes do not depend on how a prompt is cut. ``softcap`` c: ``c * tanh(x / c)`` (0: none).
 
-Bits are 4 or 8. A cache in 16 bit needs none of this: R3 cancels in ``q k`` and the engine's own cache and
-attention serve. Nothing waits for the card, and nothing on the host depends on lengths: CUDA graphs replay.
+Bits are 4 or 8. A cache in 16 bit needs none of this: R3 cancels in ``q k``, and the engine's own cache and
+attention serve. Nothing waits for the card and nothing on the host depends on lengths: CUDA graphs replay.
 Importing this module registers the operators, once.
 """
 
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from w4pack.kernels.quarot import kv_checks, kv_reference
+from w4pack.kernels.quarot import kv_checks, kv_launch, kv_reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +61,8 @@ def _attention_fake(q: "Tensor", *arguments: Any) -> "Tensor":
     return q.new_empty((rows, queries, heads, size))
 
 
+_library.impl("kv_append", kv_launch.append, "CUDA")
+_library.impl("kv_attention", kv_launch.attention, "CUDA")
 _library.impl("kv_append", _append_cpu, "CPU")
 _library.impl("kv_attention", _attention_cpu, "CPU")
 torch.library.register_fake("w4pack::kv_append", _append_fake, lib=_library)

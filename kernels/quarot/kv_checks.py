@@ -77,7 +77,7 @@ def attention(
         has_shape(first, "first", (q.shape[0],))
         same_device("first", first, "q", q)
     _transform(transform, q.shape[3])
-    require(math.isfinite(scale), "the scale is no number", "scale", "a finite number", scale)
+    require(math.isfinite(scale) and scale > 0, "the scale is out of range", "scale", "above 0", scale)
     require(window >= 0, "the window is negative", "window", "0 (none) or more tokens", window)
     fine = math.isfinite(softcap) and softcap >= 0
     require(fine, "the soft cap is out of range", "softcap", "0 (none) or more", softcap)
@@ -128,7 +128,7 @@ def _values(block_table: "Tensor", begin: "Tensor", end: "Tensor", pages: int, n
     """Check what only a CPU can look at without waiting: slots inside the table, pages inside the cache."""
     room = block_table.shape[1] * kv_layout.PAGE
     low, high = int(begin.min()), int(end.max())
-    require(0 <= low and high <= room, "slots lie outside the block table", name, f"0 to {room}", (low, high))
+    require(low >= 0 and high <= room, "slots lie outside the block table", name, f"0 to {room}", (low, high))
     last = kv_layout.pages_of(high)
     for row in range(block_table.shape[0]):
         used = block_table[

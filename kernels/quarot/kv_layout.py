@@ -6,8 +6,8 @@ A page holds 64 tokens of one layer, K and V, for every KV head:
     params  float16  (pages, 2, kv_heads, 64, 2)            scale s, zero z (an integer)
 
 One row is one token of one head: ``head_dim`` codes, at 4 bit two to a byte (the even channel in the low
-nibble), at 8 bit one. A value is ``(code - z) * s``. Token ``slot`` of a sequence lies in row ``slot % 64`` of
-page ``block_table[sequence, slot // 64]``. Parameters are halves, so a head and token costs
+nibble), at 8 bit one. A value is ``(code - z) * s``. Token ``slot`` of a sequence lies in row ``slot % 64``
+of page ``block_table[sequence, slot // 64]``. Parameters are halves, so a head and token costs
 ``head_dim * bits / 8 + 4`` bytes for each of K and V: at 128 channels 3.76 times less than fp16.
 """
 

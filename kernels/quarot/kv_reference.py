@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from w4pack.convert.quantize.activations import CacheCodes, dequantize_cache, quantize_cache
-from w4pack.convert.rotate.rotation import Rotation
-from w4pack.convert.rotate.transform import rotate
 from w4pack.kernels.quarot import kv_layout
-from w4pack.kernels.quarot.transform import Transform
+from w4pack.kernels.quarot.transform import Transform, apply
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,10 +17,7 @@ if TYPE_CHECKING:
 
 def turn(x: "Tensor", transform: str) -> "Tensor":
     """Return x (..., head_dim) in fp32 with R3 applied; no transform: x in fp32."""
-    if not transform:
-        return x.float()
-    t = Transform.of(transform)
-    return rotate(x.float(), Rotation("r3", -1, t.order, t.block, t.factors, None))
+    return apply(x.float(), Transform.of(transform))
 
 
 def pack(codes: "Tensor", bits: int) -> "Tensor":

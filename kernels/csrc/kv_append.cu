@@ -1,0 +1,82 @@
+// Quantizes new tokens into the pages of the cache: k (after R3) and v, (B, heads, T, HEAD_DIM) fp16 or bf16.
+//
+// One warp makes one row: one token and head of K or of V. In fp32, as convert/quantize/activations.py says:
+//     lo = clip * min(x, 0), hi = clip * max(x, 0)    s = max(fp16(min((hi - lo) / n, largest)), 2^-14)
+//     z = clamp(rint(-lo / s), 0, n)                  code = clamp(rint(x / s) + z, 0, n)        n = 2^bits - 1
+// No product is fused into a sum, and divisions are IEEE: codes are those of the reference but for ties of R3's sums.
+// Bound by bytes: 2 in, bits / 8 out for each value. Rows of slots or pages that do not exist are left alone.
+// Tested by tests/gpu/test_kv.py.
+#include "kv_cache.cuh"
+
+constexpr int WARPS = 8;
+typedef Vector<HEAD_DIM> Row;
+
+struct Quantized {
+  int codes[Row::EACH];
+  u32 parameters;  // scale in the low half, zero in the high one
+};
+
+DEVICE Quantized quantize(const Row &row, float clip, int bits) {
+  float low = 0, high = 0;
+#pragma unroll
+  for (int i = 0; i < Row::EACH; i++) low = fminf(low, row.x[i]), high = fmaxf(high, row.x[i]);
+  low = __fmul_rn(-warp_max<32>(-low), clip), high = __fmul_rn(warp_max<32>(high), clip);
+  const float levels = bits == 4 ? 15.0f : 255.0f, largest = bits == 4 ? 4364.0f : 256.75f;
+  const float wanted = fminf(__fdiv_rn(__fsub_rn(high, low), levels), largest);
+  const u32 half = Number<FP16>::pack(fmaxf(wanted, 6.103515625e-05f), 0.0f);
+  const float s = Number<FP16>::to_float(half);
+  const float z = fminf(rintf(__fdiv_rn(-low, s)), levels);
+  Quantized made;
+#pragma unroll
+  for (int i = 0; i < Row::EACH; i++) {
+    const float code = fminf(fmaxf(rintf(__fdiv_rn(row.x[i], s)) + z, 0.0f), levels);
+    made.codes[i] = static_cast<int>(code);
+  }
+  made.parameters = half | Number<FP16>::pack(0.0f, z);
+  return made;
+}
+
+// Writes a lane's codes, a power of two of bytes at once.
+DEVICE void store(u8 *row, const Quantized &made, int bits, int lane) {
+  u32 words[2] = {};
+#pragma unroll
+  for (int i = 0; i < Row::EACH; i++) {
+    if (bits == 4)
+      words[0] |= static_cast<u32>(made.codes[i]) << 4 * i;
+    else
+      words[i / 4] |= static_cast<u32>(made.codes[i]) << i % 4 * 8;
+  }
+  const int bytes = Row::EACH * bits / 8;
+  u8 *at = row + lane * bytes;
+  if (bytes == 1) *at = words[0];
+  if (bytes == 2) *reinterpret_cast<u16 *>(at) = words[0];
+  if (bytes == 4) *reinterpret_cast<u32 *>(at) = words[0];
+  if (bytes == 8) *reinterpret_cast<uint2 *>(at) = make_uint2(words[0], words[1]);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    ENTRY(const u8 *k, const u8 *v, u8 *codes, u32 *params, const int *block_table, const int *start, TURN_PARAMETERS,
+          i64 k_batch, i64 k_head, i64 k_token, i64 v_batch, i64 v_head, i64 v_token, int batch, int heads, int tokens,
+          int table_width, int pages, int bits, int bf16, float clip_k, float clip_v) {
+  __shared__ float scratch[WARPS][HEAD_DIM];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const i64 row = static_cast<i64>(blockIdx.x) * WARPS + warp;  // ((sequence, token), K or V, head)
+  ptx::launch_dependents();
+  ptx::wait_for_previous_kernel();
+  if (row >= static_cast<i64>(batch) * tokens * 2 * heads) return;
+  const int head = row % heads, which = row / heads % 2;
+  const int token = row / (2 * heads) % tokens, sequence = row / (2 * heads) / tokens;
+  const int slot = start[sequence] + token;
+  if (slot < 0 || slot / PAGE >= table_width) return;
+  const int page = block_table[static_cast<i64>(sequence) * table_width + slot / PAGE];
+  if (page < 0 || page >= pages) return;
+
+  const Strides strides = which ? Strides{v_batch, v_head, v_token} : Strides{k_batch, k_head, k_token};
+  Row x;
+  x.load((which ? v : k) + 2 * (sequence * strides.batch + head * strides.head + token * strides.token), bf16, lane);
+  if (!which) x.turn(TURN_ARGUMENTS, scratch[warp], lane);
+  const Quantized made = quantize(x, which ? clip_v : clip_k, bits);
+  const i64 at = ((static_cast<i64>(page) * 2 + which) * heads + head) * PAGE + slot % PAGE;
+  if (lane < Row::ACTIVE) store(codes + at * (HEAD_DIM * bits / 8), made, bits, lane);
+  if (lane == 0) params[at] = made.parameters;
+}

@@ -1,0 +1,135 @@
+// Prefill attention over the quantized cache with mma.sync: 64 query tokens of one head a block, every architecture.
+//
+//     S = q K^T (fp16, fp32 sums)     P = exp2(S unit - max), online     Y = P V / sum of P
+//
+// Bound by operations. A tile of TOKENS slots comes as codes by cp.async, one tile ahead, and is turned into fp16 once
+// for all 64 queries: (code - z) exactly, then times s, one rounding. Values of the cache stay below fp16's largest
+// (kv_layout.largest_scale), so fp16 serves bf16 models too; q goes in scaled by a power of two, row by row.
+// At 4 bit a word's eight codes come out in the order 0 4 1 5 2 6 3 7: so lie K's and V's columns in shared memory, q is
+// written to match, and Y's columns are put back when they are stored.
+//
+// Query i stands at slot p = lengths - T + i and sees j with first <= j <= p, and j > p - window where there is one.
+// Tested by tests/gpu/test_kv.py.
+#include "kv_tile.cuh"
+
+constexpr int QUERIES = 64, WARPS = 4, THREADS = 32 * WARPS;
+constexpr int TOKENS = HEAD_DIM < 256 ? 64 : BITS == 4 ? 32 : 16;
+constexpr int PITCH = HEAD_DIM + 8;                 // halves: eight rows of 16 bytes meet eight different bank groups
+constexpr int CODE_BYTES = TOKENS * ROW, RAW = 2 * CODE_BYTES + 2 * 4 * TOKENS;
+constexpr int STEPS = HEAD_DIM / 16, TILES = TOKENS / 8, CHANNEL_TILES = HEAD_DIM / 8;
+constexpr int K_AT = 2 * QUERIES * PITCH, V_AT = K_AT + 2 * TOKENS * PITCH, RAW_AT = V_AT + 2 * TOKENS * PITCH;
+static_assert(RAW_AT + 2 * RAW == SHARED_BYTES, "the launch gives what the kernel uses");
+
+// Asks for the codes and parameters of TOKENS slots from `tile * TOKENS` on.
+DEVICE void fetch(u32 to, const Cache &cache, int tile) {
+  const int slot = tile * TOKENS, page = cache.pages[slot / PAGE];
+#pragma unroll
+  for (int which = 0; which < 2; which++) {
+    const i64 row = cache.row(page, which) + slot % PAGE;
+    for (int i = threadIdx.x; i < CODE_BYTES / 16; i += THREADS)
+      ptx::copy_async_16(to + which * CODE_BYTES + 16 * i, cache.codes + row * ROW + 16 * i);
+    for (int i = threadIdx.x; i < TOKENS / 4; i += THREADS)
+      ptx::copy_async_16(to + 2 * CODE_BYTES + which * 4 * TOKENS + 16 * i, cache.params + row + 4 * i);
+  }
+  ptx::copy_async_commit();
+}
+
+// Codes to values: rows of PITCH halves.
+DEVICE void expand(u32 to, u32 codes, u32 params) {
+  constexpr int CHUNKS = HEAD_DIM / 8;  // of eight channels, of a row
+  for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += THREADS) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    const Affine affine(ptx::load_shared_4(params + 4 * row));
+    ptx::store_shared_16(to + 2 * (row * PITCH + 8 * chunk), affine.eight(codes + row * ROW + chunk * BITS));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    ENTRY(const u8 *query, const u8 *codes, const u32 *params, const int *block_table, const int *lengths,
+          const int *padding, u8 *out, TURN_PARAMETERS, i64 q_batch, i64 q_head, i64 q_token, int heads, int kv_heads,
+          int table_width, int tokens, int window, int bf16, float scale, float softcap) {
+  extern __shared__ __align__(128) u8 shared[];
+  __shared__ float units[QUERIES];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int sequence = blockIdx.y / heads, head = blockIdx.y % heads;
+  const int first_query = (gridDim.x - 1 - blockIdx.x) * QUERIES, here = min(QUERIES, tokens - first_query);
+
+  ptx::launch_dependents();
+  ptx::wait_for_previous_kernel();
+  const int end = min(lengths[sequence], table_width * PAGE), first_slot = end - tokens + first_query;
+  const int padded = padding == nullptr ? 0 : max(0, padding[sequence]);
+  const Sight sight{padded, window, first_slot + 16 * warp + g};
+  const int from = max(padded, window > 0 ? first_slot - window + 1 : 0), until = first_slot + here;
+  const int tile0 = max(from, 0) / TOKENS, tiles = (until + TOKENS - 1) / TOKENS;
+
+  const u32 base = ptx::shared_address(shared);
+  const Cache cache{codes, params, block_table + static_cast<i64>(sequence) * table_width, head / (heads / kv_heads),
+                    kv_heads};
+  if (tile0 < tiles) fetch(base + RAW_AT, cache, tile0);
+  const u8 *q = query + 2 * (sequence * q_batch + head * q_head + first_query * q_token);
+  u16 *rows = reinterpret_cast<u16 *>(shared);
+  float *scratch = reinterpret_cast<float *>(shared + K_AT) + warp * HEAD_DIM;
+  for (int i = 0; i < 16; i++) {
+    const int row = 16 * warp + i;
+    const float power = load_query(rows + row * PITCH, scratch, q + 2 * row * q_token, row < here, bf16, TURN_ARGUMENTS, lane);
+    if (lane == 0) units[row] = scale * LOG2E * power;
+  }
+  __syncthreads();
+  const float unit[2] = {units[16 * warp + g], units[16 * warp + g + 8]};
+
+  float y[CHANNEL_TILES][4] = {}, largest[2] = {NOTHING, NOTHING}, total[2] = {};
+  for (int tile = tile0, stage = 0; tile < tiles; tile++, stage ^= 1) {
+    const u32 raw = base + RAW_AT + stage * RAW;
+    ptx::copy_async_wait<0>();
+    __syncthreads();
+    if (tile + 1 < tiles) fetch(base + RAW_AT + (stage ^ 1) * RAW, cache, tile + 1);
+    expand(base + K_AT, raw, raw + 2 * CODE_BYTES);
+    expand(base + V_AT, raw + CODE_BYTES, raw + 2 * CODE_BYTES + 4 * TOKENS);
+    __syncthreads();
+
+    float x[TILES][4] = {};
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+      u32 a[4];
+      ptx::load_matrix_x4(a, base + 2 * ((16 * warp + lane % 16) * PITCH + 16 * step + lane / 16 * 8));
+#pragma unroll
+      for (int i = 0; i < TILES; i += 2) {
+        u32 b[4];
+        ptx::load_matrix_x4(b, base + K_AT + 2 * ((8 * i + lane % 8 + lane / 16 * 8) * PITCH + 16 * step + lane / 8 % 2 * 8));
+        Number<FP16>::product(x[i], a, b[0], b[1], x[i]);
+        Number<FP16>::product(x[i + 1], a, b[2], b[3], x[i + 1]);
+      }
+    }
+    soften<TILES>(x, unit, softcap, sight, tile * TOKENS, t, first_slot + 16 * warp, largest, total,
+                  [&](const float (&factor)[2]) {
+#pragma unroll
+                    for (int i = 0; i < CHANNEL_TILES; i++)
+                      y[i][0] *= factor[0], y[i][1] *= factor[0], y[i][2] *= factor[1], y[i][3] *= factor[1];
+                  });
+#pragma unroll
+    for (int i = 0; i < TILES; i += 2) {
+      const u32 p[4] = {Number<FP16>::pack(x[i][0], x[i][1]), Number<FP16>::pack(x[i][2], x[i][3]),
+                        Number<FP16>::pack(x[i + 1][0], x[i + 1][1]), Number<FP16>::pack(x[i + 1][2], x[i + 1][3])};
+#pragma unroll
+      for (int j = 0; j < CHANNEL_TILES; j += 2) {
+        u32 b[4];
+        ptx::load_matrix_x4_transposed(b, base + V_AT + 2 * ((8 * i + lane % 16) * PITCH + 8 * j + lane / 16 * 8));
+        Number<FP16>::product(y[j], p, b[0], b[1], y[j]);
+        Number<FP16>::product(y[j + 1], p, b[2], b[3], y[j + 1]);
+      }
+    }
+  }
+  ptx::copy_async_wait<0>();
+#pragma unroll
+  for (int second = 0; second < 2; second++) {
+    const int row = 16 * warp + g + 8 * second;
+    const float sum = quad_sum(total[second]), inverse = sum > 0 ? 1.0f / sum : 0.0f;
+    if (row >= here) continue;
+    u16 *to = reinterpret_cast<u16 *>(out) + ((static_cast<i64>(sequence) * tokens + first_query + row) * heads + head) * HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < CHANNEL_TILES; i++) {
+#pragma unroll
+      for (int c = 0; c < 2; c++) to[8 * i + channel_at(2 * t + c)] = to_half(y[i][2 * second + c] * inverse, bf16);
+    }
+  }
+}

@@ -1,0 +1,44 @@
+// Instructions that only the kernels of the quantized cache use; the others are in ptx.cuh.
+#pragma once
+#include "number.cuh"
+
+namespace ptx {
+
+DEVICE u32 load_shared_2(u32 address) {
+  u32 v;
+  asm volatile("{ .reg .b16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+DEVICE u32 load_shared_1(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+DEVICE void store_shared_16(u32 address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// What another block of this launch wrote: from the L2, since this multiprocessor's L1 may hold an older line.
+DEVICE float load_global_l2(const float *from) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
+  return v;
+}
+
+// The same as load_matrix_x4, each matrix transposed.
+DEVICE void load_matrix_x4_transposed(u32 (&to)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+// 2^v, as the hardware has it.
+DEVICE float exp2(float v) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
+  return out;
+}
+
+}  // namespace ptx

@@ -1,0 +1,217 @@
+"""Launches of the kernels of the quantized cache. Nothing here waits for the card or depends on lengths."""
+
+import ctypes
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from w4pack.convert.rotate.constructions import matrix
+from w4pack.kernels import launch, ops
+from w4pack.kernels.checks import require
+from w4pack.kernels.quarot import kv_checks, kv_layout, kv_tiles
+from w4pack.kernels.quarot.transform import Transform
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Argument = ctypes.c_int32 | ctypes.c_float | int
+_int, _float = ctypes.c_int32, ctypes.c_float
+
+
+@cache
+def _factors(transform: str) -> tuple[np.ndarray, int]:
+    """Return (matrix of what comes before the trailing powers of two, log2 of those)."""
+    factors, log_r = list(Transform.of(transform).factors), 0
+    while factors and factors[-1][1] == "sylvester":
+        log_r += factors.pop()[0].bit_length() - 1
+    dense = np.ones((1, 1), np.int8)
+    for order, construction in factors:
+        dense = np.kron(dense, matrix(order, construction))
+    return dense, log_r
+
+
+@cache
+def _signs(transform: str, index: int) -> torch.Tensor:
+    """Return the signs of the dense factor on a card, a bit each, rows of whole words; kept for good."""
+    dense, _ = _factors(transform)
+    padded = np.zeros((dense.shape[0], -(-dense.shape[1] // 32) * 32), np.uint8)
+    padded[:, : dense.shape[1]] = dense < 0
+    words = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+    return torch.from_numpy(words.copy()).to(f"cuda:{index}")
+
+
+def _turn(transform: str, head_dim: int, index: int) -> tuple[Argument, ...]:
+    """Return the kernels' arguments for R3: table of signs, its order, log2 of the rest, block, scale."""
+    dense, log_r = _factors(transform)
+    m, found = dense.shape[0], Transform.of(transform)
+    power = head_dim & (head_dim - 1) == 0
+    expected = "Sylvester's matrix" if power else "at most 1024 signs before the power of two"
+    fits = m == 1 if power else m * m <= head_dim * head_dim
+    require(fits, "the transform has no kernel", "transform", expected, transform)
+    pointer = _signs(transform, index).data_ptr() if m > 1 else 0
+    return (pointer, _int(m), _int(log_r), _int(found.block), _float(found.scale))
+
+
+def append(
+    k: "Tensor",
+    v: "Tensor",
+    codes: "Tensor",
+    params: "Tensor",
+    block_table: "Tensor",
+    start: "Tensor",
+    transform: str,
+    clip_k: float,
+    clip_v: float,
+    bits: int,
+) -> None:
+    """Quantize k and v into their pages. Arguments as ``kv_append``.
+
+    Raises:
+        UsageError: an argument does not fit.
+    """
+    kv_checks.append(k, v, codes, params, block_table, start, transform, clip_k, clip_v, bits)
+    batch, heads, tokens, size = k.shape
+    rows = batch * tokens * heads * 2
+    if rows == 0:
+        return
+    index = k.get_device()
+    with torch.cuda.device(index):
+        launch.start(
+            launch.device(index),
+            kv_tiles.append_entry(size),
+            -(-rows // kv_tiles.APPEND_ROWS),
+            32 * kv_tiles.APPEND_ROWS,
+            0,
+            ops._current_stream(index),
+            k.data_ptr(),
+            v.data_ptr(),
+            codes.data_ptr(),
+            params.data_ptr(),
+            block_table.data_ptr(),
+            start.data_ptr(),
+            *_turn(transform, size, index),
+            *k.stride()[:3],
+            *v.stride()[:3],
+            _int(batch),
+            _int(heads),
+            _int(tokens),
+            _int(block_table.shape[1]),
+            _int(codes.shape[0]),
+            _int(bits),
+            _int(k.dtype == torch.bfloat16),
+            _float(clip_k),
+            _float(clip_v),
+        )
+
+
+def attention(
+    q: "Tensor",
+    codes: "Tensor",
+    params: "Tensor",
+    block_table: "Tensor",
+    lengths: "Tensor",
+    first: "Tensor | None",
+    scale: float,
+    window: int,
+    softcap: float,
+    transform: str,
+    bits: int,
+) -> "Tensor":
+    """Return (B, T, heads, head_dim). Arguments as ``kv_attention``.
+
+    Raises:
+        UsageError: an argument does not fit.
+    """
+    kv_checks.attention(
+        q, codes, params, block_table, lengths, first, scale, window, softcap, transform, bits
+    )
+    batch, heads, tokens, size = q.shape
+    out = torch.empty((batch, tokens, heads, size), dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    index = q.get_device()
+    with torch.cuda.device(index):
+        card = launch.device(index)
+        pages = (codes, params, block_table, lengths)
+        common = (
+            *(tensor.data_ptr() for tensor in (q, *pages)),
+            0 if first is None else first.data_ptr(),
+            out.data_ptr(),
+        )
+        shape = (_int(heads), _int(codes.shape[2]), _int(block_table.shape[1]))
+        rule = (_int(window), _int(q.dtype == torch.bfloat16), _float(scale), _float(softcap))
+        turn = _turn(transform, size, index)
+        if tokens == 1:
+            _decode(card, q, bits, codes.shape[2], block_table.shape[1], common, turn, shape, rule)
+        else:
+            _prefill(card, q, bits, common, turn, shape, rule)
+    return out
+
+
+def _decode(
+    card: launch.Device,
+    q: "Tensor",
+    bits: int,
+    kv_heads: int,
+    pages: int,
+    common: tuple[int, ...],
+    turn: tuple[Argument, ...],
+    shape: tuple[Argument, ...],
+    rule: tuple[Argument, ...],
+) -> None:
+    """One query token a sequence: parts of the context side by side, joined by the last block of a row."""
+    batch, heads, _, size = q.shape
+    units = kv_heads * -(-heads // kv_heads // kv_tiles.HEADS)
+    splits = kv_tiles.splits(batch * units, pages * kv_layout.PAGE, card.multiprocessors)
+    stream = ops._current_stream(card.index)
+    parts = torch.empty(
+        batch * units * splits * kv_tiles.result_bytes(size) // 4 if splits > 1 else 0,
+        dtype=torch.float32,
+        device=q.device,
+    )
+    launch.start(
+        card,
+        kv_tiles.decode_entry(size, bits),
+        (splits * units, batch),
+        32 * kv_tiles.WARPS,
+        kv_tiles.decode_shared(size, bits),
+        stream,
+        *common,
+        parts.data_ptr(),
+        card.workspace(stream).flags,
+        *turn,
+        q.stride(0),
+        q.stride(1),
+        *shape,
+        _int(splits),
+        *rule,
+    )
+
+
+def _prefill(
+    card: launch.Device,
+    q: "Tensor",
+    bits: int,
+    common: tuple[int, ...],
+    turn: tuple[Argument, ...],
+    shape: tuple[Argument, ...],
+    rule: tuple[Argument, ...],
+) -> None:
+    """Several query tokens a sequence: blocks of them for each head."""
+    batch, heads, tokens, size = q.shape
+    launch.start(
+        card,
+        kv_tiles.prefill_entry(size, bits),
+        (-(-tokens // kv_tiles.QUERIES), batch * heads),
+        32 * kv_tiles.WARPS,
+        kv_tiles.prefill_shared(size, bits),
+        ops._current_stream(card.index),
+        *common,
+        *turn,
+        *q.stride()[:3],
+        *shape,
+        _int(tokens),
+        *rule,
+    )
