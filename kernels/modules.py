@@ -33,6 +33,7 @@ class PackedTensors(nn.Module):
     def __init__(self, spec: LinearSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.front: Callable[[PackedTensors, torch.Tensor], torch.Tensor] | None = None
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         """Set a tensor that was moved or cast."""
@@ -48,7 +49,9 @@ class PackedTensors(nn.Module):
         return self
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., out_features) of x (..., in_features), in x's dtype."""
+        """Return (..., out_features) of x (..., in_features), in x's dtype; a front says what x is."""
+        if self.front is not None:
+            return self.front(self, x)
         tensors = {name: getattr(self, name) for name in SUFFIXES[:-1]}
         return product(self.spec, tensors, x, self.bias)
 

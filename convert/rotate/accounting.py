@@ -80,11 +80,8 @@ def account(
     Tensors that no role fits are left in ``strays``: whether they matter depends on the rotation.
     """
     _refuse_quantized(tensors)
-    by_layer, outside = _by_layer(architecture, tensors)
-    layers = tuple(
-        _layer(architecture, config, index, by_layer[index])
-        for index in _complete(architecture, config, by_layer)
-    )
+    layers = layers_of(architecture, config, tensors)
+    outside = _by_layer(architecture, tensors)[1]
     head = f"{architecture.head}.weight"
     tied = bool(config.get("tie_word_embeddings", architecture.tied))
     needed = [f"{name}.weight" for name in architecture.embeddings] + ([] if tied else [head])
@@ -95,9 +92,18 @@ def account(
     return Model(architecture, config, tensors, layers, tuple(sorted(strays, key=natural_key)), tied)
 
 
-def _by_layer(
-    architecture: Architecture, tensors: Mapping[str, TensorInfo]
-) -> tuple[dict[int, set[str]], list[str]]:
+def layers_of(
+    architecture: Architecture, config: Mapping[str, Any], tensors: Iterable[str]
+) -> tuple[Layer, ...]:
+    """Return the decoder layers, from names alone. Raises SourceError for modules that are missing."""
+    by_layer, _ = _by_layer(architecture, tensors)
+    return tuple(
+        _layer(architecture, config, index, by_layer[index])
+        for index in _complete(architecture, config, by_layer)
+    )
+
+
+def _by_layer(architecture: Architecture, tensors: Iterable[str]) -> tuple[dict[int, set[str]], list[str]]:
     """Split names into those of each decoder layer, prefix left out, and the others."""
     prefix = f"{architecture.layers}."
     by_layer: dict[int, set[str]] = {}

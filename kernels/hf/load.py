@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError
 from w4pack.kernels import launch, linears, placement, transfer
 from w4pack.kernels.artifact import Artifact, open_artifact
-from w4pack.kernels.hf import joins, quantizer, skeleton
+from w4pack.kernels.hf import joins, online, quantizer, skeleton
 from w4pack.kernels.hf.joins import Joins
 from w4pack.kernels.hf.skeleton import Skeleton
 from w4pack.kernels.modules import FusedLinear
@@ -33,6 +33,8 @@ def load(
     device: torch.device | str = "cpu",
     *,
     dtype: torch.dtype | str | None = None,
+    act_bits: int | None = None,
+    kv_bits: int | None = None,
     threads: int = 0,
     check_hashes: bool = False,
 ) -> PreTrainedModel:
@@ -43,16 +45,21 @@ def load(
         device: one CPU or GPU. Tensors are read to it once; nothing is repacked.
         dtype: of activations, float16 or bfloat16; None: the model's, as config.json says. Scales keep the
             dtype of the file.
+        act_bits: 4, 8 or 16, of activations in front of packed layers, where the artifact was made for it;
+            None: as it was calibrated.
+        kv_bits: the same, of keys and values in the cache.
         threads: that read; 0: one per core, at most 8.
         check_hashes: compare every tensor with the sha256 in ``w4pack.json`` first.
 
     Raises:
-        UsageError: a device that is missing or too old, a dtype that the kernels do not take.
+        UsageError: a device that is missing or too old, a dtype that the kernels do not take, bits that the
+            artifact does not have.
         Refused: no artifact, or one of an unknown kind; a model class without a place for a packed layer.
         SourceError: files that are broken, or that the model does not fit; hashes that differ.
     """
     target, threads = _device(device), _threads(threads)
-    artifact = open_artifact(path)
+    artifact = open_artifact(path, online=True)
+    running = online.plan(artifact, act_bits, kv_bits)
     model, compute = _empty_model(artifact, dtype)
     frame = skeleton.build(model, artifact, compute, expert_layers=False)
     found = joins.find(frame)
@@ -64,6 +71,8 @@ def load(
     _tie(frame)
     model.to(target)  # buffers that are computed; everything else is there
     joins.check_orders(model)
+    if running is not None:
+        online.wire(frame, running)
     _finish(model, artifact)
     return model
 

@@ -24,7 +24,7 @@ from w4pack.convert.dialects import w4pack as dialect
 from w4pack.convert.errors import Refused, UsageError
 from w4pack.kernels import launch
 from w4pack.kernels.artifact import open_artifact
-from w4pack.kernels.hf import joins, skeleton
+from w4pack.kernels.hf import joins, online, skeleton
 
 METHOD = "w4pack"
 ACTIVATIONS = (torch.float16, torch.bfloat16)
@@ -46,7 +46,7 @@ class W4PackQuantizer(HfQuantizer):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse what cannot run before anything is read: unknown versions, cards that are too old."""
         block = self.quantization_config.to_dict()
-        refusals = (*dialect.claims(block).refusals, *dialect.run_time(block))
+        refusals = dialect.claims(block).refusals
         if refusals:
             key, found = refusals[0]
             raise Refused(
@@ -85,7 +85,8 @@ class W4PackQuantizer(HfQuantizer):
                 code="no-files",
                 hint="from_pretrained(PATH) without `state_dict`",
             )
-        artifact = open_artifact(Path(checkpoint_files[0]).parent)
+        artifact = open_artifact(Path(checkpoint_files[0]).parent, online=True)
+        self.running = online.plan(artifact)
         self.skeleton = skeleton.build(model, artifact, model.dtype)
         self.joins = joins.find(self.skeleton)
         self.dtypes = {name: self.skeleton.dtype_of(name) for name, _ in model.named_parameters()}
@@ -96,7 +97,9 @@ class W4PackQuantizer(HfQuantizer):
             tensor.data = tensor.data.to(self.dtypes[name])  # 5.16 does not cast what it renamed
         joins.check_orders(model)
         joins.join(self.skeleton, self.joins)
-        del self.skeleton, self.joins, self.dtypes
+        if self.running is not None:
+            online.wire(self.skeleton, self.running)
+        del self.skeleton, self.joins, self.running, self.dtypes
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
