@@ -74,10 +74,10 @@ class Tile:
     def shared_bytes(self, bits: int, zeros: bool) -> int:
         """Bytes of dynamic shared memory of a block."""
         ring = self.slots * self.stages * self.stage_bytes(bits, zeros)
-        return ring + (self.slots - 1) * self.partial_bytes + self._producer_bytes
+        return ring + (self.slots - 1) * self.partial_bytes + self.producer_bytes
 
     @property
-    def _producer_bytes(self) -> int:
+    def producer_bytes(self) -> int:
         """Bytes of barriers, and of the rows by way of which results leave."""
         if not self.producer:
             return 0

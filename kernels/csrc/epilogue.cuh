@@ -17,6 +17,14 @@ template <class T, class F> DEVICE void each_pair(Sums<T> &sums, const F &f) {
         f(2 * j + half, tile, sums[j][tile][2 * half], sums[j][tile][2 * half + 1]);
 }
 
+// Adds two sums; those of an integer product are integers in the registers of fp32 ones.
+template <class T> DEVICE void add_to(float &sum, float more) {
+  if constexpr (T::INTEGER_SUMS)
+    sum = __int_as_float(__float_as_int(sum) + __float_as_int(more));
+  else
+    sum += more;
+}
+
 // A barrier among the threads that multiply: a producer's warps are elsewhere.
 template <class T> DEVICE void multiplying_threads_meet() {
   if constexpr (T::PRODUCER)
@@ -63,7 +71,7 @@ template <class T> struct Epilogue {
         for (int other = 0; other < T::SLOTS; other++) {
           if (other != slot) {
             const float2 v = ptx::load_shared_float2(shared_at(other, pair, tile));
-            a += v.x, b += v.y;
+            add_to<T>(a, v.x), add_to<T>(b, v.y);
           }
         }
       }
@@ -98,7 +106,7 @@ template <class T> struct Epilogue {
     each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
       if (owns(pair)) {
         const float2 v = __ldcg(reinterpret_cast<const float2 *>(from + partial_at(pair, tile)));
-        a += v.x, b += v.y;
+        add_to<T>(a, v.x), add_to<T>(b, v.y);
       }
     });
   }

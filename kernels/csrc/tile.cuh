@@ -33,6 +33,7 @@ struct Tile {
   static constexpr int WORDS = WORDS_, UNIT_K = UNIT_K_, STAGES = STAGES_;
   static constexpr int UNIT_TILES = UNIT_K / 16, HALVES = UNIT_K / 64, CHECKS = UNIT_K / 32;
   static constexpr bool ZEROS = ZEROS_ != 0, WARPGROUP = ENGINE_ != MMA, PRODUCER = ENGINE_ == TMA;
+  static constexpr bool INTEGER_SUMS = false;
 
   static constexpr int TOKEN_TILES = TOKENS / 8;
   static constexpr int SLOT_THREADS = WARPS * 32, THREADS = SLOT_THREADS * SLOTS;  // that multiply
@@ -44,10 +45,13 @@ struct Tile {
 
   // Few tokens: the group's sum is multiplied by its scale. Many: each weight is, which needs no second sum.
   static constexpr bool SCALE_SUMS = TOKENS <= 16 && !WARPGROUP;
+  // With the warpgroup product that pays up to 32 tokens, and for groups of a whole unit: two of the 13 instructions a
+  // word costs, where unpacking bounds the kernel.
+  static constexpr bool SCALE_GROUPS = TOKENS <= 32 && ENGINE_ == WGMMA && UNIT_K == 128;
 
-  // Units asked for before the first is used. wgmma goes on reading a stage's activations during the next unit: such
-  // a stage is refilled one unit later. A producer waits for each stage by itself.
-  static constexpr int AHEAD = PRODUCER ? STAGES : STAGES - 1 - (WARPGROUP ? 1 : 0);
+  // Units asked for before the first is used. wgmma goes on reading a stage's activations during the next unit, if it is
+  // not waited for: such a stage is refilled one unit later. A producer waits for each stage by itself.
+  static constexpr int AHEAD = PRODUCER ? STAGES : STAGES - 1 - (WARPGROUP && !SCALE_GROUPS ? 1 : 0);
 
   static constexpr int X_BYTES = TOKENS * X_ROW_BYTES * HALVES;
   static constexpr int W_BYTES = CHUNKS * UNIT_TILES * CHUNK_BYTES;

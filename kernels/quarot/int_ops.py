@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4pack.kernels import checks
-from w4pack.kernels.quarot import int_reference, orders_int
+from w4pack.kernels.quarot import int_launch, int_reference, orders_int
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,6 +105,25 @@ def _gemm_cpu(
     return int_reference.gemm(codes, act_scales, weight, scales, bias, bits, group_size, order, dtype)
 
 
+def _gemm_cuda(
+    codes: "Tensor",
+    act_scales: "Tensor",
+    weight: "Tensor",
+    scales: "Tensor",
+    bias: "Tensor | None",
+    bits: int,
+    act_bits: int,
+    group_size: int,
+    order: int,
+    k: int,
+    dtype: torch.dtype,
+) -> "Tensor":
+    n = check(codes, act_scales, weight, scales, bias, bits, act_bits, group_size, order, k, dtype)
+    out = torch.empty((codes.shape[0], n), dtype=dtype, device=codes.device)
+    int_launch.gemm(codes, act_scales, weight, scales, bias, group_size, order, k, out)
+    return out
+
+
 def _gemm_fake(
     codes: "Tensor",
     act_scales: "Tensor",
@@ -121,6 +140,7 @@ def _gemm_fake(
     return codes.new_empty((codes.shape[0], weight.shape[1] * 2 // bits), dtype=dtype)
 
 
+_library.impl("int_gemm", _gemm_cuda, "CUDA")
 _library.impl("int_gemm", _gemm_cpu, "CPU")
 torch.library.register_fake("w4pack::int_gemm", _gemm_fake, lib=_library)
 

@@ -1,11 +1,25 @@
-"""Which kernel runs an integer product, and in which order it reads activations: pure functions."""
+"""Which kernel runs an integer product, and in which order it reads activations: pure functions.
 
+A tile is a ``tiles.Tile`` whose ``unit`` is the bytes of a token's row in a unit, 128 or 256;
+``csrc/int_tile.cuh`` has the same arithmetic, and the build checks that both agree on the bytes of shared
+memory. ``int_tiles_<arch>.json`` lists tiles by the width of the operands, for one scale a column and for
+groups, up to the largest M and N they serve.
+"""
+
+import json
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
+from w4pack.kernels import tiles
 from w4pack.kernels.quarot import orders_int
 from w4pack.kernels.quarot.file import File
 
 S4_CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9))  # cards whose tensor cores multiply s4 by themselves
+KINDS = {orders_int.P32: "s8w4", orders_int.Q32: "s8w8", orders_int.S64: "s4w4"}  # operands of each order
+SOURCES = {"mma": "int_mma.cu", "tma": "int_wgmma.cu"}
+ANY_GROUP = 1  # a kernel of mma.sync reads the group size at its launch
+HERE = Path(__file__).resolve().parent
 
 
 def int_order(capability: tuple[int, int] | None, bits: int, group_size: int, act_bits: int = 4) -> int:
@@ -23,6 +37,104 @@ def int_order(capability: tuple[int, int] | None, bits: int, group_size: int, ac
     return orders_int.S64 if native else orders_int.P32
 
 
+def _step_k(order: int) -> int:
+    """Return the rows of K that 32 bytes of a token's codes span: one product of a tensor core."""
+    return 64 if order == orders_int.S64 else 32
+
+
+def unit_k(tile: tiles.Tile, order: int) -> int:
+    """Return the rows of K in a unit."""
+    return tile.unit // 32 * _step_k(order)
+
+
+def group_steps(tile: tiles.Tile, order: int, group_size: int) -> int:
+    """Return how a kernel knows its groups: 0 it has none, 1 from its launch, else their length in steps."""
+    if group_size == -1:
+        return 0
+    return group_size // _step_k(order) if tile.producer else ANY_GROUP
+
+
+def stage_bytes(tile: tiles.Tile, order: int, grouped: bool) -> int:
+    """Return the bytes of one stage of one slot, rounded up to 1024."""
+    chunks, vectors = tile.columns // tiles.CHUNK_N, 2 if order == orders_int.Q32 else 1
+    weight = chunks * unit_k(tile, order) // 16 * 512 * vectors
+    scales = tile.unit // 32 * chunks * 128 if grouped else 0
+    return -(-(tile.tokens * tile.unit + weight + scales) // 1024) * 1024
+
+
+def shared_bytes(tile: tiles.Tile, order: int, grouped: bool) -> int:
+    """Return the bytes of dynamic shared memory of a block."""
+    ring = tile.slots * tile.stages * stage_bytes(tile, order, grouped)
+    return ring + (tile.slots - 1) * tile.partial_bytes + tile.producer_bytes
+
+
+def kernel_name(tile: tiles.Tile, dtype: str, order: int, steps: int) -> str:
+    """Return the entry of a kernel, for example ``int_fp16_s8w4_g0_tma_t128w8s1x2k128p6b1``."""
+    return f"int_{dtype}_{KINDS[order]}_g{steps}_{tile.text}"
+
+
+@cache
+def _table(arch: str) -> dict[str, dict[str, list[list[object]]]]:
+    classes: dict[str, dict[str, list[list[object]]]] = json.loads(
+        (HERE / f"int_tiles_{arch}.json").read_text()
+    )["classes"]
+    return classes
+
+
+@cache
+def _rows(arch: str, order: int, grouped: bool) -> tuple[tiles.Row, ...]:
+    lines = _table(arch).get(KINDS[order], {}).get("groups" if grouped else "channel", [])
+    return tuple(tiles.Row(int(str(m)), int(str(c)), tiles.tile_of(f)) for m, c, f in lines)  # type: ignore[arg-type]
+
+
+def _fits(row: tiles.Row, m: int, n: int, group_size: int) -> bool:
+    """Whether a line serves a product; groups of 32 are too short for the warpgroup's kernels."""
+    wide = row.most_chunks != 0 and n // tiles.CHUNK_N > row.most_chunks
+    return not wide and (row.most_m == 0 or m <= row.most_m) and not (group_size == 32 and row.tile.producer)
+
+
+def choose(
+    arch: str, multiprocessors: int, m: int, n: int, k: int, order: int, group_size: int
+) -> tiles.Launch | None:
+    """Return the tile and grid for a product; None where the architecture has no kernel of the order."""
+    rows = _rows(arch, order, group_size != -1)
+    row = next((row for row in rows if _fits(row, m, n, group_size)), None)
+    return None if row is None else tiles.Launch(row.tile, grid(row.tile, multiprocessors, m, n, k, order))
+
+
+def grid(tile: tiles.Tile, multiprocessors: int, m: int, n: int, k: int, order: int) -> int:
+    """Return the blocks to start: at most as many as fit at once, and each with a unit for every slot.
+
+    Fewer tiles than blocks are cut alike where that uses most of the card.
+    """
+    room, count = multiprocessors * tile.blocks, tiles.column_tiles(tile, m, n)
+    even = room // count * count
+    blocks = even if even >= tiles.EVEN_SHARE * room else room
+    units = -(-k // unit_k(tile, order))
+    return max(1, min(blocks, count * units // tile.slots))
+
+
 def files(arch: str) -> Iterator[File]:
     """Yield the kernels of an architecture."""
-    yield from ()
+    table_arch = "sm_80" if arch == tiles.PTX_ARCH else arch
+    for order in KINDS:
+        if order == orders_int.S64 and arch == tiles.PTX_ARCH:
+            continue  # of cards to come nothing says that they know s4
+        for group_size in (-1, 64, 128):
+            tiles_there = dict.fromkeys(row.tile for row in _rows(table_arch, order, group_size != -1))
+            for tile in tiles_there:
+                for dtype in tiles.DTYPES:
+                    yield file_of(tile, dtype, order, group_steps(tile, order, group_size))
+
+
+def file_of(tile: tiles.Tile, dtype: str, order: int, steps: int) -> File:
+    """Return what compiles one kernel."""
+    entry, kind = kernel_name(tile, dtype, order, steps), KINDS[order].upper().replace("W", "_W")
+    shape = (steps, tile.tokens, tile.warps, tile.slots, tile.words, tile.unit, tile.stages)
+    defines = (
+        f"ENTRY={entry}",
+        f"CONFIG={dtype.upper()},{kind},{','.join(map(str, shape))}",
+        f"BLOCKS={tile.blocks}",
+        f"SHARED={shared_bytes(tile, order, steps != 0)}",
+    )
+    return File(SOURCES[tile.engine], entry, defines)

@@ -1,0 +1,91 @@
+// The ring of stages of an integer product without a producer: each thread copies its share of a unit's bytes.
+//
+// As Loader of pipeline.cuh, whose Feed follows this one too; but activations are codes, scales come only where they
+// change along K, and the last unit may reach past K: the activations there are zeros, so that what the stage holds of
+// weights does not matter.
+#pragma once
+#include "int_schedule.cuh"
+#include "pipeline.cuh"
+
+template <int... P> struct Loader<IntTile<P...>> {
+  using T = IntTile<P...>;
+  static constexpr int ROW_VECTORS = T::CHUNKS * T::CHUNK_BYTES / 16;  // 16-byte vectors of one k-tile
+  static constexpr int COPIES = T::W_BYTES / 16 / T::SLOT_THREADS;
+  static constexpr int PER_ROW = ROW_VECTORS > T::SLOT_THREADS ? ROW_VECTORS / T::SLOT_THREADS : 1;
+  static constexpr int ROWS_AT_ONCE = ROW_VECTORS > T::SLOT_THREADS ? 1 : T::SLOT_THREADS / ROW_VECTORS;
+  static constexpr int TOKENS_AT_ONCE = T::SLOT_THREADS / 8;
+  static constexpr int X_COPIES = (T::TOKENS + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE;
+  static_assert(T::W_BYTES % (16 * T::SLOT_THREADS) == 0, "every thread copies as many vectors of the weight");
+  static_assert(ROW_VECTORS % T::SLOT_THREADS == 0 || T::SLOT_THREADS % ROW_VECTORS == 0, "rows in whole steps");
+
+  const Problem &p;
+  const int thread;
+  const u8 *x;
+  u32 w[PER_ROW];
+  int chunk0;
+  int token_limit;  // tokens of this tile from this thread's first on
+
+  DEVICE Loader(const Problem &problem, int thread_) : p(problem), thread(thread_) {}
+  DEVICE int chunks() const { return p.n / CHUNK_N; }
+  DEVICE u32 row_bytes() const { return chunks() * T::CHUNK_BYTES; }
+
+  // Goes to a unit of a tile. The last tile may reach past N: its chunks are then the last one, read but not used.
+  DEVICE void seek(const Segment &segment, int unit) {
+    const Place place = Grid<T>::place(p, segment);
+    chunk0 = place.column_tile * T::CHUNKS;
+#pragma unroll
+    for (int i = 0; i < PER_ROW; i++) {
+      const int at = (i * T::SLOT_THREADS + thread % ROW_VECTORS) * 16;
+      const int chunk = min(chunk0 + at / T::CHUNK_BYTES, chunks() - 1);
+      w[i] = (unit * T::UNIT_TILES + thread / ROW_VECTORS) * row_bytes() + chunk * T::CHUNK_BYTES + at % T::CHUNK_BYTES;
+    }
+    token_limit = p.m - place.token0 - thread / 8;
+    x = p.x + static_cast<u64>(place.token0 + thread / 8) * p.ldx + unit * T::ROW + thread % 8 * 16;
+  }
+
+  // Goes to this slot's next unit of the same tile.
+  DEVICE void step() {
+#pragma unroll
+    for (int i = 0; i < PER_ROW; i++) w[i] += T::SLOTS * T::UNIT_TILES * row_bytes();
+    x += T::SLOTS * T::ROW;
+  }
+
+  DEVICE void weights(u32 stage, int unit) const {
+    const int rows = p.k / 16 - unit * T::UNIT_TILES - thread / ROW_VECTORS;  // of the weight from this thread's on
+#pragma unroll
+    for (int i = 0; i < COPIES; i++)
+      if (i / PER_ROW * ROWS_AT_ONCE < rows)
+        ptx::copy_async_16(stage + T::W_AT + (i * T::SLOT_THREADS + thread) * 16,
+                           p.weight + (w[i % PER_ROW] + i / PER_ROW * ROWS_AT_ONCE * row_bytes()));
+    if constexpr (T::GROUPED) scales(stage, unit);
+  }
+
+  DEVICE void scales(u32 stage, int unit) const {
+    const int first = (unit * T::UNIT_K) >> p.group_shift, last = (p.k - 1) >> p.group_shift;
+    const int rows = max(1, T::UNIT_K >> p.group_shift);
+    for (int at = thread * 16; at < rows * T::SCALE_ROW_BYTES; at += T::SLOT_THREADS * 16) {
+      const int group = min(first + at / T::SCALE_ROW_BYTES, last), inside = at % T::SCALE_ROW_BYTES;
+      const int chunk = min(chunk0 + inside / 128, chunks() - 1);
+      ptx::copy_async_16(stage + T::SCALES_AT + at,
+                         p.scales + (static_cast<u64>(group) * chunks() + chunk) * 128 + inside % 128);
+    }
+  }
+
+  // A token's codes of a unit: rows of 128 bytes, their 16-byte pieces XOR-ed with token % 8. Rows past M and bytes past
+  // K are zeros, and are not read.
+  DEVICE void activations(u32 stage, int unit) const {
+    const u64 step_bytes = static_cast<u64>(TOKENS_AT_ONCE) * p.ldx;
+    const int left = (T::KIND == S4_W4 ? p.k / 2 : p.k) - unit * T::ROW - thread % 8 * 16;  // bytes from this piece on
+#pragma unroll
+    for (int half = 0; half < T::HALVES; half++)
+#pragma unroll
+      for (int i = 0; i < X_COPIES; i++) {
+        const int token = i * TOKENS_AT_ONCE + thread / 8;
+        if (T::TOKENS % TOKENS_AT_ONCE == 0 || token < T::TOKENS) {
+          const bool there = i * TOKENS_AT_ONCE < token_limit && half * X_ROW_BYTES < left;
+          ptx::copy_async_16_or_zero(stage + (half * T::TOKENS + token) * X_ROW_BYTES + ((thread % 8 ^ (token & 7)) * 16),
+                                     there ? x + i * step_bytes + half * X_ROW_BYTES : p.x, there ? 16 : 0);
+        }
+      }
+  }
+};

@@ -1,0 +1,106 @@
+"""Launches of the integer product: what ``int_ops`` runs on a GPU."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from w4pack.convert.errors import UsageError
+from w4pack.kernels import launch, ops, tiles
+from w4pack.kernels.quarot import int_tiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def gemm(
+    codes: "Tensor",
+    act_scales: "Tensor",
+    weight: "Tensor",
+    scales: "Tensor",
+    bias: "Tensor | None",
+    group_size: int,
+    order: int,
+    k: int,
+    out: "Tensor",
+    chosen: tiles.Launch | None = None,
+) -> None:
+    """Launch a product into ``out`` (M, N); its arguments were checked. ``chosen`` overrides the table.
+
+    Raises:
+        UsageError: the card has no kernel that reads codes of the order.
+    """
+    m, n = out.shape
+    if m == 0:
+        return
+    index = codes.get_device()
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            gemm(codes, act_scales, weight, scales, bias, group_size, order, k, out, chosen)
+        return
+    card = launch.device(index)
+    choice = chosen or int_tiles.choose(
+        launch.table_arch(card.arch), card.multiprocessors, m, n, k, order, group_size
+    )
+    if choice is None:
+        raise _no_kernel(card, order)
+    tile = choice.tile
+    steps = int_tiles.group_steps(tile, order, group_size)
+    stream = ops._current_stream(index)
+    space = card.workspace(stream)
+    launch.start(
+        card,
+        _entry(tile, out.dtype, order, steps),
+        choice.grid,
+        tile.threads,
+        int_tiles.shared_bytes(tile, order, steps != 0),
+        stream,
+        _codes(card, codes, tile),
+        act_scales.data_ptr(),
+        weight.data_ptr(),
+        scales.data_ptr(),
+        ops._pointer(bias),
+        out.data_ptr(),
+        space.sums,
+        space.flags,
+        ops._int(m),
+        ops._int(n),
+        ops._int(k),
+        ops._int(_row(codes)),
+        ops._int(out.stride(0) if m > 1 else n),
+        ops._int(tiles.group_shift(group_size)),
+        ops._int(scales.dtype == torch.bfloat16),
+    )
+
+
+def _row(codes: "Tensor") -> int:
+    """Return the bytes from one token's codes to the next."""
+    return codes.stride(0) if codes.shape[0] > 1 else codes.shape[1]
+
+
+def _codes(card: launch.Device, codes: "Tensor", tile: tiles.Tile) -> Any:
+    """Return the activations as the kernel takes them: a map of pairs of bytes, or their address."""
+    if not tile.producer:
+        return codes.data_ptr()
+    rows, width = codes.shape
+    return launch.box_map(card, codes.data_ptr(), rows, width // 2, _row(codes) // 2, tile.tokens)
+
+
+def _no_kernel(card: launch.Device, order: int) -> UsageError:
+    return UsageError(
+        "the card has no kernel for this order of activation codes",
+        code="operator-argument",
+        where="order",
+        expected="what int_order says for the card",
+        found=f"{order} ({int_tiles.KINDS[order]}) on {card.arch}",
+    )
+
+
+_entries: dict[tuple[tiles.Tile, torch.dtype, int, int], str] = {}
+
+
+def _entry(tile: tiles.Tile, dtype: torch.dtype, order: int, steps: int) -> str:
+    key = (tile, dtype, order, steps)
+    found = _entries.get(key)
+    if found is None:
+        found = _entries[key] = int_tiles.kernel_name(tile, ops.NAMES[dtype], order, steps)
+    return found
