@@ -41,8 +41,8 @@ test-matrix: .venv/stamp .venv-low/stamp .venv-high/stamp ## transformers and hu
 test-engines: ## the portable targets and check's verdicts in real engines on the CPU; heavy
 	bash tests/engines/run.sh
 
-test-vllm: ## every fixture's artifact in vLLM with the plugin, on the CPU; heavy
-	bash tests/engines/run.sh --only artifacts
+test-vllm: ## artifacts in vLLM with the plugin, newest and oldest release, and its server, on the CPU; heavy
+	bash tests/engines/run.sh --only artifacts,flags,server
 
 lint: .venv/stamp ## format, lint, types
 	.venv/bin/ruff format --check .

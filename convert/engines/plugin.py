@@ -13,9 +13,16 @@ from w4pack.convert.engines.checks import Hit, key
 from w4pack.convert.engines.model import Kind, Model
 from w4pack.convert.engines.table import Finding, Rule
 
+TESTED = ("0.31.0", "0.32.0")  # the releases that `make test-vllm` runs; the first is the oldest that will do
+
+
+def releases() -> str:
+    """Return the releases of vLLM that the plugin supports, in words."""
+    return " and ".join(version.rpartition(".")[0] for version in TESTED)
+
 
 def _installed(model: Model, tp: int) -> Iterator[Finding]:
-    yield Finding(key(model, "quant_method"), "w4pack installed beside vLLM", "an artifact")
+    yield Finding(key(model, "quant_method"), f"w4pack installed beside vLLM {releases()}", "an artifact")
 
 
 def _online(model: Model, tp: int) -> Iterator[Finding]:

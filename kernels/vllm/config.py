@@ -16,8 +16,9 @@ from w4pack.convert.errors import Refused, W4PackError
 from w4pack.kernels.vllm import moe, source
 from w4pack.kernels.vllm.linear import W4PackLinearMethod
 from w4pack.kernels.vllm.source import Source
+from w4pack.kernels.vllm.unusable import METHOD, warn_of_release
 
-METHOD = "w4pack"
+DRAFT = "draft_model."  # the engine's name for all of a model that drafts for another
 CAPABILITY = 80  # sm_80: what the kernels are built for at least
 
 
@@ -62,6 +63,7 @@ class W4PackConfig(QuantizationConfig):
         problems = problems or [_at_run_time(key, found) for key, found in dialect.run_time(config)]
         if problems:
             raise Refused.together(problems)
+        warn_of_release()
         return cls(config)
 
     def maybe_update_config(
@@ -92,6 +94,7 @@ class W4PackConfig(QuantizationConfig):
         Raises:
             Refused: what the rules of ``w4pack check --engine vllm`` have against this artifact.
         """
+        prefix = prefix.removeprefix(DRAFT)
         is_read = get_current_vllm_config().load_config.load_format != "dummy"
         if isinstance(layer, LinearBase):
             members = self._members(prefix)
@@ -132,8 +135,9 @@ class W4PackConfig(QuantizationConfig):
         return tuple(parent + dot + part for part in parts)
 
     def _check(self, ranks: int) -> None:
+        parallel = get_current_vllm_config().parallel_config
         if ranks not in self._checked:
-            self.source.refuse(ranks)
+            self.source.refuse(ranks, split_experts=not parallel.enable_expert_parallel)
             self._checked.add(ranks)
 
 

@@ -42,6 +42,11 @@ class W4PackLinearMethod(LinearMethodBase):
         self.is_head = is_head
         self.is_read = is_read
 
+    @property
+    def packed(self) -> tuple[str, ...]:
+        """The packed modules of the file that the layer is."""
+        return tuple(name for name in self.members if name in self.source.specs)
+
     # ---- before loading --------------------------------------------------------------------------
 
     def create_weights(

@@ -15,13 +15,16 @@ from vllm.distributed import get_pp_group
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 
-from w4pack.convert.errors import Refused, UsageError, W4PackError
+from w4pack.convert.errors import Refused, UsageError, W4PackError, name_some
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels import hashes, transfer
 from w4pack.kernels.packed import shown, tensor_error
 from w4pack.kernels.vllm import source
-from w4pack.kernels.vllm.config import METHOD, W4PackConfig
+from w4pack.kernels.vllm.config import W4PackConfig
 from w4pack.kernels.vllm.lazy import Ledger, Watch, names
+from w4pack.kernels.vllm.linear import W4PackLinearMethod
+from w4pack.kernels.vllm.moe import W4PackMoEMethod
+from w4pack.kernels.vllm.unusable import METHOD
 
 FORMAT = "w4pack"
 OPTIONS: dict[str, tuple[type[int], int]] = {
@@ -46,6 +49,7 @@ class W4PackModelLoader(DefaultModelLoader):
         super().__init__(plain)
         self._model: nn.Module | None = None  # that is being loaded
         self._config: Any = None
+        self._is_online = False
 
     def load_model(self, vllm_config: Any, model_config: Any, **more: Any) -> Any:
         """Make a model and load it. An artifact of the Hub is there before its layers are made.
@@ -55,6 +59,7 @@ class W4PackModelLoader(DefaultModelLoader):
             SourceError: as ``load_weights``.
         """
         config = vllm_config.quant_config
+        self._is_online = getattr(config, "online_quantization_config", None) is not None
         if isinstance(config, W4PackConfig) and config.source.artifact is None:
             config.attach(source.of_folder(self._folder(model_config.model, model_config.revision)))
         return super().load_model(vllm_config=vllm_config, model_config=model_config, **more)
@@ -66,6 +71,8 @@ class W4PackModelLoader(DefaultModelLoader):
             SourceError: of an artifact, tensors that are missing, too many, or not as they were written.
         """
         self._model, self._config = model, model_config
+        if model_config.quantization == METHOD:
+            _check_built(model, model_config.hf_text_config, is_online=self._is_online)
         try:
             super().load_weights(model, model_config)
         finally:
@@ -175,6 +182,32 @@ def _options(given: Any) -> dict[str, Any]:
                 found=repr(value),
             )
     return dict(given)
+
+
+def _check_built(model: nn.Module, config: Any, *, is_online: bool) -> None:
+    """Compare the layers that the engine has made with the packed modules of the file.
+
+    is_online  the engine was told to quantize layers by itself: its methods then stand in the place of ours
+
+    Raises:
+        Refused: packed modules that are no layer of the engine's: its loader would fail without a name.
+    """
+    if get_pp_group().world_size > 1:  # most of them are another stage's
+        return
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    ours = [method for method in methods if isinstance(method, (W4PackLinearMethod, W4PackMoEMethod))]
+    built = {name for method in ours for name in method.packed}
+    known = ours[0].source.specs if ours else ()
+    lost = [name for name in known if name not in built and not _left_aside(f"{name}.weight", config)]
+    if lost or not ours:
+        raise Refused(
+            "the engine's model has no layers for packed modules of the artifact",
+            code="no-layer",
+            where=name_some(lost) if lost else type(model).__name__,
+            expected="the layers under the names of the file",
+            found=f"{len(built)} packed layers",
+            hint="start the engine without quantizing once more" if is_online else None,
+        )
 
 
 def _check_taken(model: nn.Module, tensors: Mapping[str, TensorInfo], ledger: Ledger, config: Any) -> None:

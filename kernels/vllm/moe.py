@@ -69,6 +69,11 @@ class W4PackMoEMethod(FusedMoEMethodBase):
         self.name = name
         self.is_read = is_read
 
+    @property
+    def packed(self) -> tuple[str, ...]:
+        """The packed modules of the file that the layer is, on all ranks."""
+        return tuple(self.name(e, leaf) for e in range(self.moe.num_logical_experts) for leaf in SHARDS)
+
     # ---- before loading --------------------------------------------------------------------------
 
     def create_weights(

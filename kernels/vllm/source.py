@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from w4pack.convert.core.facts import DenseFacts, LayerFacts, ModelFacts
+from w4pack.convert.core.families import expert_index
 from w4pack.convert.dialects import w4pack as dialect
 from w4pack.convert.engines.rules import evaluate
 from w4pack.convert.errors import Refused, W4PackError
@@ -75,9 +76,16 @@ class Source:
 
         return replace(self, specs=mapped(self.specs, suffix=".weight"), tensors=mapped(self.tensors))
 
-    def refuse(self, ranks: int) -> None:
-        """Raise a Refused that lists what ``w4pack check --engine vllm`` has against ``ranks``."""
-        result = evaluate(self.facts(), ENGINE, ranks)
+    def refuse(self, ranks: int, *, split_experts: bool = True) -> None:
+        """Raise a Refused that lists what ``w4pack check --engine vllm`` has against ``ranks``.
+
+        split_experts  every rank has a share of each expert; else some experts whole (expert parallelism)
+        """
+        facts = self.facts()
+        if not split_experts:
+            whole = tuple(layer for layer in facts.layers if expert_index(layer.name) is None)
+            facts = replace(facts, layers=whole)
+        result = evaluate(facts, ENGINE, ranks)
         problems: list[W4PackError] = [
             Refused(
                 f"vLLM with w4pack does not run this artifact on {ranks} ranks",

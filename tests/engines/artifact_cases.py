@@ -14,22 +14,49 @@ from w4pack.convert.errors import W4PackError
 
 Tensors = dict[str, oracle.Tensor]
 DENSE, EXPERTS = "gptqmodel-w4g32-asym-desc-qwen2", "gptqmodel-w4g32-sym-desc-mixtral"
-SPLIT = ("legacymarlin-w4g128-llama", "autoawq-marlin-w4g128-llama", "legacymarlin-w4g128-qwen2")
+SPLIT = (
+    "legacymarlin-w4g128-llama",
+    "autoawq-marlin-w4g128-llama",
+    "legacymarlin-w4g128-qwen2",
+    "gptqmodel-w4g128-sym-qwen3",
+)
+# with attention, which is too narrow for two ranks, left in 16 bit and the experts padded
+SPLIT_EXPERTS = (
+    ("gptqmodel-w4g32-sym-mixtral", False),
+    ("gptqmodel-w4g32-sym-qwen3moe", False),
+    ("gptqmodel-w4g32-sym-desc-mixtral", True),  # an order of rows: only where ranks hold whole experts
+)
 OTHER_LOADER = (
     "gptqmodel-w4g128-asym-llama",
     "gptqmodel-w4g32-sym-desc-mixtral",
     "gptqmodel-w4g64-lmhead-llama",
 )
+OLDER: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("gptqmodel-w4g128-asym-llama", {}),
+    ("gptqmodel-w4g128-asym-llama", {"dtype": "bfloat16"}),
+    ("gptqmodel-w4g128-asym-llama", {"reload": True}),
+    ("gptqmodel-w4g32-sym-desc-llama", {}),
+    ("gptqmodel-w4g32-asym-desc-qwen2", {}),
+    ("gptqmodel-w4g128-sym-qwen3", {"ranks": 2}),
+    ("gptqmodel-w4g32-sym-desc-mixtral", {}),
+    ("gptqmodel-w4g32-sym-qwen3moe", {}),
+    ("gptqmodel-w8g32-asym-desc-llama", {}),
+    ("gptqmodel-w4gm1-offtile-llama", {}),
+    ("gptqmodel-w4g64-lmhead-llama", {}),
+    ("autoround-native-mixed-llama", {}),
+    ("autoawq-gemm-w4g64-tied-qwen2", {}),
+    ("legacymarlin-w4g128-llama", {"ranks": 2}),
+)
 Q, W1 = "model.layers.0.self_attn.q_proj", "model.layers.0.block_sparse_moe.experts.1.w1"
 
 
-def artifact(shelf: Shelf, name: str) -> Path | None:
+def artifact(shelf: Shelf, name: str, label: str = "", **options: Any) -> Path | None:
     """Convert a fixture; None where it cannot become an artifact."""
-    out = shelf.root / "artifacts" / name
+    out = shelf.root / "artifacts" / f"{name}{label}"
     out.parent.mkdir(exist_ok=True)
     if not out.exists():
         try:
-            convert(shelf.source(name), out)
+            convert(shelf.source(name), out, **options)
         except W4PackError:
             return None
     return out
@@ -47,21 +74,53 @@ def verdict(folder: Path, ranks: int) -> tuple[str, str]:
 def artifacts(shelf: Shelf, names: list[str]) -> Iterator[Case]:
     """Return every fixture's artifact; some on two ranks, in bfloat16, and by the engine's own loader."""
     for name in names:
-        out = artifact(shelf, name)
-        if out is None:
-            continue
         ways: list[dict[str, Any]] = [{}]
         ways += [{"ranks": 2}] * (name in SPLIT)
         ways += [{"loader": "safetensors"}, {"dtype": "bfloat16"}] * (name in OTHER_LOADER)
         for how in ways:
-            expect, rule = verdict(out, how.get("ranks", 1))
-            label = "".join(f"-{key}-{value}" for key, value in how.items())
-            yield Case(f"plugin-{name}{label}", "plugin", out, shelf.source(name), expect, rule, **how)
-    split = artifact(shelf, "gptqmodel-w4g128-sym-llama")
-    if "gptqmodel-w4g128-sym-llama" in names and split is not None:
-        truth = shelf.source("gptqmodel-w4g128-sym-llama")
-        yield Case("plugin-cut-group", "plugin", split, truth, *verdict(split, 2), ranks=2)
+            yield from served("plugin", shelf, name, **how)
+    if "gptqmodel-w4g128-sym-llama" in names:
+        yield from served("plugin", shelf, "gptqmodel-w4g128-sym-llama", ranks=2)
+    for name, whole in SPLIT_EXPERTS:
+        if name in names:
+            yield from split_experts("plugin", shelf, name, whole)
 
+
+def older(shelf: Shelf) -> Iterator[Case]:
+    """Return one artifact of each kind, for the oldest release of the engine."""
+    for name, how in OLDER:
+        yield from served("older", shelf, name, **how)
+    yield from split_experts("older", shelf, *SPLIT_EXPERTS[0])
+    yield from split_experts("older", shelf, *SPLIT_EXPERTS[2])
+
+
+def served(engine: str, shelf: Shelf, name: str, **how: Any) -> Iterator[Case]:
+    """Return an artifact that is expected to do what `check` says; nothing where there is none."""
+    out = artifact(shelf, name)
+    if out is not None:
+        expect, rule = verdict(out, how.get("ranks", 1))
+        label = "".join(f"-{key}-{value}".removesuffix("-True") for key, value in how.items())
+        yield Case(f"{engine}-{name}{label}", engine, out, shelf.source(name), expect, rule, **how)
+
+
+def split_experts(engine: str, shelf: Shelf, name: str, whole: bool) -> Iterator[Case]:
+    """Return experts on two ranks: each cut in two, or ``whole`` ones on either."""
+    attention = [r"re:.*self_attn.*"]
+    out = artifact(shelf, name, "-wide", pad_for_tp=2, ignore=attention)
+    assert out is not None
+    options = {"enable_expert_parallel": True} if whole else {}
+    label = "whole" if whole else "cut"
+    yield Case(
+        f"{engine}-{name}-ranks-2-{label}", engine, out, shelf.source(name), "equal", ranks=2, options=options
+    )
+
+
+def loader_with(**options: Any) -> dict[str, Any]:
+    """Return how the engine is started with options of our loader."""
+    return {"loader": "w4pack", "options": {"model_loader_extra_config": options}}
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 # ---- broken ----------------------------------------------------------------------------------------
 
@@ -113,7 +172,15 @@ SETTINGS: tuple[tuple[str, Callable[[dict[str, Any]], Any], str], ...] = (
     ("version", lambda quant: quant.update(artifact_version=2), "artifact_version"),
     ("layout", lambda quant: quant.update(layout="marlin-8x8"), "layout"),
     ("key", lambda quant: quant.update(sparsity=True), "sparsity"),
-    ("online", lambda quant: quant.update(online=[{"kind": "hadamard", "site": "mlp_mid"}]), "online"),
+)
+# label, records of what runs between the layers, what the error says: a known one names who runs it
+ONLINE: tuple[tuple[str, list[dict[str, Any]], str], ...] = (
+    (
+        "online",
+        [{"kind": "act_quant", "site": "attn_in", "bits": 4, "clip": {"4": 0.9}, "symmetric": True}],
+        "w4pack generate",
+    ),
+    ("online-unknown", [{"kind": "fourier", "site": "mlp_mid"}], "install the w4pack that wrote it"),
 )
 
 
@@ -131,12 +198,64 @@ def damaged(shelf: Shelf) -> Iterator[Case]:
         change(config["quantization_config"])
         save(place, config)
         yield refused(shelf, DENSE, label, place, says)
+    for label, records, says in ONLINE:
+        place = copied(shelf, DENSE, f"artifact-{label}")
+        config = settings(place)
+        config["quantization_config"]["online"] = records
+        save(place, config)
+        yield refused(shelf, DENSE, label, place, says)
     short = copied(shelf, DENSE, "artifact-truncated")
     content = (short / "model.safetensors").read_bytes()
     (short / "model.safetensors").write_bytes(content[:-64])
     yield refused(shelf, DENSE, "truncated", short, "model.safetensors")
     whole = copied(shelf, DENSE, "artifact-without-plugin")
     yield Case("stock-artifact", "stock", whole, shelf.source(DENSE), "refuses", "vllm.plugin", says="w4pack")
+
+
+# ---- how the engine is started ---------------------------------------------------------------------
+
+PLAIN = "gptqmodel-w4g128-asym-llama"
+# label, fixture, what of the engine's options, what is expected, what an error says
+FLAGS: tuple[tuple[str, str, dict[str, Any], str, str], ...] = (
+    ("float32", PLAIN, {"dtype": "float32"}, "refuses", "float32 is not supported"),
+    ("method", PLAIN, {"options": {"quantization": "gptq"}}, "refuses", "does not match"),
+    ("loader-option", PLAIN, loader_with(thread=1), "refuses", "no such option"),
+    ("no-threads", PLAIN, loader_with(threads=0), "refuses", "at least 1"),
+    ("hashes", PLAIN, loader_with(threads=2, check_hashes=True), "equal", ""),
+    ("prefix-caching", PLAIN, {"options": {"enable_prefix_caching": True}}, "equal", ""),
+    ("compiled", EXPERTS, {"options": {"enforce_eager": False}}, "equal", ""),
+    ("compiled-parts", DENSE, {"options": {"enforce_eager": False}}, "equal", ""),
+    ("lora", PLAIN, {"options": {"enable_lora": True}}, "equal", ""),
+    ("ngram", PLAIN, {"options": {"speculative_config": NGRAM}}, "equal", ""),
+    ("reload", DENSE, {"reload": True}, "equal", ""),
+    ("reload-experts", EXPERTS, {"reload": True}, "equal", ""),
+    ("reload-loader", PLAIN, {"reload": True, "loader": "w4pack"}, "equal", ""),
+    ("dummy", EXPERTS, {"loader": "dummy"}, "wrong", ""),
+    (
+        "quantized-again",
+        PLAIN,
+        {"options": {"quantization_config": {"linear": "fp8_per_tensor"}}},
+        "refuses",
+        "without quantizing once more",
+    ),
+)
+
+
+def flags(shelf: Shelf) -> Iterator[Case]:
+    """Return artifacts with other options of the engine, and its loader on what is no artifact."""
+    for label, name, how, expect, says in FLAGS:
+        place = artifact(shelf, name)
+        assert place is not None
+        yield Case(f"plugin-flag-{label}", "plugin", place, shelf.source(name), expect, says=says, **how)
+    place = artifact(shelf, PLAIN)
+    assert place is not None
+    draft = {"model": str(place), "method": "draft_model", "num_speculative_tokens": 2}
+    how = {"options": {"speculative_config": draft}}
+    yield Case("plugin-flag-draft", "plugin", place, shelf.source(PLAIN), "equal", **how)
+    plain = shelf.source("gptqmodel-w4g128-sym-llama")
+    yield Case("plugin-flag-loader-on-gptq", "plugin", plain, plain, "equal", loader="w4pack")
+    claimed = {"quantization": "w4pack"}
+    yield Case("plugin-flag-no-artifact", "plugin", plain, plain, "refuses", says="match", options=claimed)
 
 
 def refused(shelf: Shelf, name: str, label: str, place: Path, says: str) -> Case:

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ class Case:
     there).
 
     ``rule``: the rule of `check` that says so; "" where the engine takes the folder. ``says``: must be in
-    the error of one that refuses. ``ranks``, ``loader``: how the engine is started.
+    the error of one that refuses. ``ranks``, ``loader``, ``options``: how the engine is started; ``reload``:
+    weights are loaded a second time, into the running engine.
     """
 
     id: str
@@ -46,6 +47,8 @@ class Case:
     says: str = ""
     ranks: int = 1
     loader: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    reload: bool = False
 
 
 def settings(folder: Path) -> dict[str, Any]:

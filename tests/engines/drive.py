@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,16 +22,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from artifact_cases import artifacts, damaged
+from artifact_cases import PLAIN, artifact, artifacts, damaged, flags, older
 from cases import TOKENS, Case, Shelf, converted, decodable, edits, rebuilt, settings, sources
-from page import write_page
+from page import Answer, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
-WORK = ROOT / "build" / "engines"
+WORK = Path(os.environ.get("W4PACK_ENGINES_WORK", ROOT / "build" / "engines"))  # for two runs at a time
 PYTHON = {
     "vllm": ".venv-vllm",
     "stock": ".venv-vllm",
     "plugin": ".venv-vllm-plugin",
+    "older": ".venv-vllm-older",
     "hf": ".venv-hf",
     "dense": ".venv-hf",
 }
@@ -54,7 +56,10 @@ class Outcome:
 
 def asked(case_id: str, folder: Path, case: Case | None = None) -> dict[str, Any]:
     """Return a case as the server reads it."""
-    how = {} if case is None else {"dtype": case.dtype, "ranks": case.ranks, "loader": case.loader}
+    how: dict[str, Any] = {}
+    if case is not None:
+        names = ("dtype", "ranks", "loader", "options", "reload")
+        how = {name: getattr(case, name) for name in names}
     vocabulary = settings(folder)["vocab_size"]
     tokens = [t % vocabulary for t in TOKENS]
     return {"id": case_id, "folder": str(folder), "tokens": tokens, "vocabulary": vocabulary, **how}
@@ -147,6 +152,9 @@ def gathered(only: set[str], names: list[str]) -> Iterator[Case]:
     if "artifacts" in only:
         yield from damaged(shelf)
         yield from artifacts(shelf, names)
+        yield from older(shelf)
+    if "flags" in only:
+        yield from flags(shelf)
 
 
 def run_all(found: list[Case]) -> list[Outcome]:
@@ -154,11 +162,31 @@ def run_all(found: list[Case]) -> list[Outcome]:
     truths = {str(c.truth): asked(str(c.truth), c.truth) for c in found}
     yardstick = serve("dense", list(truths.values()))
     answers: dict[str, dict[str, Any]] = {}
-    for engine in ("hf", "vllm", "stock", "plugin"):
+    for engine in ("hf", "vllm", "stock", "plugin", "older"):
         answers |= serve(engine, [asked(c.id, c.folder, c) for c in found if c.engine == engine])
     (WORK / "answers.json").write_text(json.dumps({"truth": yardstick, "answers": answers}))
     lost: dict[str, Any] = {"error": "no answer"}
     return [judge(c, answers.get(c.id, lost), yardstick.get(str(c.truth), lost)) for c in found]
+
+
+def asked_of_server(engine: str, folder: Path) -> list[Answer]:
+    """Start the engine's server on an artifact; returns what was asked of it, up to what it failed at."""
+    python = ROOT / PYTHON[engine] / "bin" / "python"
+    (WORK / "logs").mkdir(parents=True, exist_ok=True)
+    with (WORK / "logs" / f"server.{engine}.log").open("w") as log:
+        done = subprocess.run(
+            [python, Path(__file__).with_name("serve.py"), folder],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            check=False,
+        )
+    print(done.stdout, flush=True)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
+    answers: list[Answer] = [(holds == "ok", claim, seen) for holds, claim, seen in found]
+    if done.returncode and all(holds for holds, *_ in answers):
+        answers.append((False, "the server answers", f"it ended with {done.returncode}"))
+    return answers
 
 
 def versions() -> dict[str, str]:
@@ -171,7 +199,7 @@ def versions() -> dict[str, str]:
         "    except m.PackageNotFoundError: pass"
     )
     out = {}
-    for name in ("vllm", "plugin", "hf"):
+    for name in ("vllm", "plugin", "older", "hf"):
         python = ROOT / PYTHON[name] / "bin" / "python"
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
         out[name] = ", ".join(done.stdout.split("\n")).strip(", ")
@@ -192,23 +220,28 @@ def report(outcomes: Iterable[Outcome]) -> int:
 def main() -> int:
     """Run, write the page, and fail if an engine did not do what was expected."""
     options = argparse.ArgumentParser()
-    options.add_argument("--only", default="edits,sources,converted,artifacts")
+    options.add_argument("--only", default="edits,sources,converted,artifacts,flags,server")
     options.add_argument("--names", default="")
     options.add_argument(
-        "--engine", choices=("vllm", "plugin", "hf"), help="run one; the page keeps the others' tables"
+        "--engine", choices=("vllm", "plugin", "older", "hf"), help="run one; the page keeps other tables"
     )
     options.add_argument("--no-page", action="store_true")
     args = options.parse_args()
     names = args.names.split(",") if args.names else decodable()
-    found = [c for c in gathered(set(args.only.split(",")), names) if args.engine in (None, c.engine)]
+    only = set(args.only.split(","))
+    found = [c for c in gathered(only, names) if args.engine in (None, c.engine)]
     print(f"{len(found)} cases", flush=True)
     outcomes = run_all(found)
+    servers = {}
+    if "server" in only:
+        served = artifact(Shelf(WORK / "served"), PLAIN)
+        assert served is not None
+        servers = {e: asked_of_server(e, served) for e in ("plugin", "older") if args.engine in (None, e)}
     if not args.no_page:
-        write_page(
-            ROOT / "docs" / "engines.md", outcomes, versions(), datetime.now(timezone.utc).date().isoformat()
-        )
-    odd = report(outcomes)
-    print(f"{len(outcomes) - odd} as expected, {odd} not")
+        today = datetime.now(timezone.utc).date().isoformat()
+        write_page(ROOT / "docs" / "engines.md", outcomes, servers, versions(), today)
+    odd = report(outcomes) + sum(not holds for answers in servers.values() for holds, *_ in answers)
+    print(f"{len(outcomes)} cases and {len(servers)} servers, {odd} not as expected")
     return 1 if odd else 0
 
 

@@ -21,20 +21,22 @@ from vllm import LLM, SamplingParams
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """Load and score."""
     vocabulary = case["vocabulary"]
-    model = LLM(
-        case["folder"],
-        dtype=case.get("dtype") or "auto",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        max_model_len=64,
-        max_num_seqs=2,
-        max_logprobs=vocabulary,
-        seed=0,
-        trust_remote_code=False,
-        enable_prefix_caching=False,
-        tensor_parallel_size=case.get("ranks", 1),
-        load_format=case.get("loader") or "auto",
-    )
+    how: dict[str, Any] = {
+        "dtype": case.get("dtype") or "auto",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "max_logprobs": vocabulary,
+        "seed": 0,
+        "trust_remote_code": False,
+        "enable_prefix_caching": False,
+        "tensor_parallel_size": case.get("ranks", 1),
+        "load_format": case.get("loader") or "auto",
+    }
+    model = LLM(case["folder"], **{**how, **case.get("options", {})})
+    if case.get("reload"):
+        model.collective_rpc("reload_weights")
     wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=vocabulary, detokenize=False)
     (answer,) = model.generate({"prompt_token_ids": case["tokens"]}, wanted, use_tqdm=False)
     rows = answer.prompt_logprobs[1:]

@@ -2,8 +2,9 @@
 
     .venv-vllm-plugin/bin/python tests/engines/serve.py ARTIFACT
 
-Prints one line a check and exits 1 at the first that fails. The server is a process of its own, started as a
-user starts it; what it answers is compared with what the engine says of the same prompt without a stream.
+Prints a list in JSON for each check (ok or failed, claim, what was seen) and exits 1 at the first that fails.
+The server is a process of its own, started as a user starts it; what it answers is compared with what the
+engine says of the same prompt without a stream.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def chunks(answer: bytes) -> Iterator[dict[str, Any]]:
 
 def check(claim: str, holds: bool, found: object) -> None:
     """Print a claim; exit if it does not hold."""
-    print(f"{'ok' if holds else 'FAILED'}: {claim} ({found})", flush=True)
+    print(json.dumps(["ok" if holds else "failed", claim, str(found)]), flush=True)
     if not holds:
         raise SystemExit(1)
 
