@@ -46,7 +46,8 @@ def quantize_tokens(x: torch.Tensor, bits: int, clip: float) -> tuple[torch.Tens
     most = (1 << (bits - 1)) - 1
     wide = x.float()
     # One product and one quotient, each rounded to float32: kernels do the same two.
-    scales = wide.abs().amax(-1) * torch.tensor(clip, dtype=torch.float32) / most
+    reach = wide.abs().amax(-1) * torch.tensor(clip, dtype=torch.float32)
+    scales = reach / torch.full_like(reach, most)  # on a card, a division by a number is a product
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     codes = (wide / scales.unsqueeze(-1)).round_().clamp_(-most - 1, most)
     return codes.to(torch.int8), scales
@@ -76,7 +77,7 @@ def quantize_cache(x: torch.Tensor, bits: int, clip: float) -> CacheCodes:
     wide = x.float()
     ratio = torch.tensor(clip, dtype=torch.float32)
     low, high = wide.amin(-1).clamp(max=0) * ratio, wide.amax(-1).clamp(min=0) * ratio
-    wanted = ((high - low) / levels).clamp_(max=LARGEST[bits])
+    wanted = ((high - low) / torch.full_like(low, levels)).clamp_(max=LARGEST[bits])
     scales = wanted.to(torch.float16).float().clamp_(min=SMALLEST)
     zeros = (-low / scales).round_().clamp_(0, levels)
     codes = (wide / scales.unsqueeze(-1)).round_().add_(zeros.unsqueeze(-1)).clamp_(0, levels)
