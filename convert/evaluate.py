@@ -21,6 +21,7 @@ from w4pack.convert.source.reading import DetectOptions
 if TYPE_CHECKING:
     import torch
 
+    from w4pack.convert.modeljobs.online import Runtime
     from w4pack.convert.quantize.stream import Stream
 
 SEQLEN = 512  # tokens of a window, unless asked otherwise
@@ -39,6 +40,8 @@ def run_eval(given: Given) -> None:
             seqlen=given["seqlen"] or SEQLEN,
             against=given["against"],
             device=given["device"] or "cpu",
+            act_bits=given["act_bits"],
+            kv_bits=given["kv_bits"],
             workers=given["threads"],
             where=where_of(given),
             reporter=reporter,
@@ -59,6 +62,8 @@ def evaluate(
     seqlen: int = SEQLEN,
     against: str | Path | None = None,
     device: str = "cpu",
+    act_bits: int | None = None,
+    kv_bits: int | None = None,
     workers: int = 0,
     where: Where | None = None,
     reporter: Reporter | None = None,
@@ -68,6 +73,8 @@ def evaluate(
     The text is tokenized as a whole without special tokens and cut into consecutive windows of ``seqlen``
     tokens; each is run by itself and scores its tokens 2 to ``seqlen``. ``against``: a model of the same
     tokenizer, usually the source; its perplexity and the divergence from its predictions are measured too.
+    ``act_bits``, ``kv_bits``: of the runtime that an artifact's ``online`` records describe; None: as it was
+    calibrated. What it does is done in transformers' layers, with quantized values in float32.
 
     Raises UsageError for a text without one whole window, SourceError for a model that cannot be read,
     Refused for one that transformers cannot build.
@@ -84,13 +91,15 @@ def evaluate(
         source = read_source(checkpoint, DetectOptions())
         tokens, _ = calibration.tokens_of(texts, tokenizer_of(source), str(text))
         cut = _cut(tokens, windows, seqlen, str(text))
-        own = _through(source, cut, target)
+        between = _runtime(source, act_bits, kv_bits)
+        own = _through(source, cut, target, between)
         if against is None:
             found = evaluation.compare(own, None)
         else:
             with opened(against, place, told) as (other, _):
                 reference = read_source(other, DetectOptions())
-                found = evaluation.compare(own, _through(reference, cut, target))
+                theirs = _through(reference, cut, target, _runtime(reference, None, None))
+                found = evaluation.compare(own, theirs)
         shared = _overlap(checkpoint.store.read, checkpoint.store.files(), cut)
     value: dict[str, Any] = {
         "schema": SCHEMA,
@@ -102,6 +111,8 @@ def evaluate(
         "digest": _digest(cut),
         "perplexity": found[0].perplexity,
         "window_nats": found[0].nll,
+        "act_bits": between.act_bits,
+        "kv_bits": between.kv_bits,
         "calibration_overlap": shared,
         "against": None if against is None else str(against),
     }
@@ -138,7 +149,23 @@ def _cut(tokens: "torch.Tensor", windows: int, seqlen: int, where: str) -> "torc
     return tokens[: count * seqlen].view(count, seqlen)
 
 
-def _through(source: Source, cut: "torch.Tensor", device: "torch.device") -> "Stream":
+def _runtime(source: Source, act_bits: int | None, kv_bits: int | None) -> "Runtime":
+    """Return what runs between the linears. Raises UsageError for bits that the model was not made for."""
+    from w4pack.convert.modeljobs.online import NOTHING, runtime_of
+    from w4pack.convert.modeljobs.weights import Numbers
+
+    own = source.claims is not None and source.claims.method == "w4pack"
+    records = (source.quant_config or {}).get("online") if own else None
+    if not records:
+        NOTHING.online.settings(act_bits, kv_bits)
+        return NOTHING
+    numbers = Numbers(source, online=True)
+    infos = {name: numbers.info(name) for name in numbers.names()}
+    packed = [layer.name for layer in source.layers]
+    return runtime_of(source.config, infos, records, packed, act_bits=act_bits, kv_bits=kv_bits)
+
+
+def _through(source: Source, cut: "torch.Tensor", device: "torch.device", between: "Runtime") -> "Stream":
     import torch
 
     from w4pack.convert.modeljobs.weights import Numbers
@@ -147,11 +174,12 @@ def _through(source: Source, cut: "torch.Tensor", device: "torch.device") -> "St
     dtype = torch.float32 if device.type == "cpu" else _own_dtype(source)
     return evaluation.through(
         source.config,
-        Numbers(source),
+        Numbers(source, online=True),
         cut,
         device,
         dtype,
         per_batch=max(1, BATCH_TOKENS // cut.shape[1]),
+        between=between,
     )
 
 

@@ -5,7 +5,7 @@ keys and values and its attention stands the cache. Keys are transformed, quanti
 need no transform then, and scores are the same. Everything is done in float32.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from w4pack.convert.dialects.online import Hadamard, KVQuant, Online
+from w4pack.convert.dialects.online import Hadamard, KVQuant, Online, parse
 from w4pack.convert.errors import Refused
+from w4pack.convert.files.tensorfile import TensorInfo
+from w4pack.convert.planning.online import model_of
 from w4pack.convert.quantize.activations import fake_cache, fake_tokens
 from w4pack.convert.quantize.skeleton import Skeleton
 from w4pack.convert.rotate.accounting import Model
@@ -72,6 +74,30 @@ class Cache:
             self._square = rotate(eye, self.transform)
         turned = fake_cache(rotate(keys.float(), self.transform), self.bits, clip)
         return (turned @ self._square.T).to(keys.dtype)
+
+
+def runtime_of(
+    config: Mapping[str, Any],
+    infos: Mapping[str, TensorInfo],
+    records: Any,
+    packed: Iterable[str],
+    *,
+    act_bits: int | None = None,
+    kv_bits: int | None = None,
+) -> "Runtime":
+    """Return what runs between the linears of a model, at the bits asked for or those of the calibration.
+
+    records  the value of ``online``
+    packed   names of the quantized linears
+
+    Raises Refused for records that are not known here, or an architecture that has no runtime; UsageError for
+    bits that the records do not have.
+    """
+    online = parse(records)
+    settings, model = online.settings(act_bits, kv_bits), model_of(config, infos)
+    return Runtime(
+        online, sites_of(model), model.heads, frozenset(packed), settings.act_bits, settings.kv_bits
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -178,3 +204,6 @@ class Runtime:
                 hint="`--kv-bits 16` leaves it as it is",
             )
         return args, {**kwargs, name: self.cache()}
+
+
+NOTHING = Runtime(Online(), {}, 0, frozenset(), 16, 16)  # of a model whose runtime multiplies, and no more

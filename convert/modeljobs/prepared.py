@@ -1,6 +1,6 @@
 """What is quantized: a 16-bit source, rotated or not, its calibration tokens, the device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,18 @@ import torch
 from w4pack.convert.core import dtypes
 from w4pack.convert.core.facts import Warning_
 from w4pack.convert.core.scheme import QuantScheme
+from w4pack.convert.dialects.online import ACT_SITES
 from w4pack.convert.errors import Refused, SourceError, UsageError
 from w4pack.convert.files.provider import CheckpointProvider, Provider
 from w4pack.convert.jobs.conversion import Running, folder_of
+from w4pack.convert.modeljobs.clipping import find_clips
+from w4pack.convert.modeljobs.online import runtime_of
+from w4pack.convert.planning.online import model_of, records, refuse_other_targets, runs_online
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantizing import ModelTensors, linears_of
 from w4pack.convert.quantize.calibration import Calibration, calibrate
+from w4pack.convert.quantize.clips import ACT_DEFAULTS, KV_DEFAULTS, Clips
+from w4pack.convert.rotate.plan import RotationPlan
 from w4pack.convert.source.detect import Source
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -72,7 +78,7 @@ def prepare(
     warnings = refuse_quantized(source)
     provider: Provider = CheckpointProvider(source.checkpoint)
     changes: Mapping[str, Any] = {}
-    rotation = None
+    rotation, turned = None, None
     if options.rotate != "none":
         from w4pack.convert.planning.rotation import decide_rotation
         from w4pack.convert.rotate.rotated import Rotated
@@ -83,6 +89,7 @@ def prepare(
         warnings += decided.warnings
         if asked.method == "rtn" and asked.group_size != -1:
             warnings += (_rotated_rtn(),)
+    refuse_other_targets(options)
     infos = {name: provider.info(name) for name in provider.names()}
     total = sum(t.nbytes for t in source.checkpoint.tensors.values())
     model = ModelTensors(source.config, changes, infos, total, rotation)
@@ -93,6 +100,9 @@ def prepare(
             asked.calibration, tokenizer, samples=asked.samples, seqlen=asked.seqlen, seed=options.seed
         )
         warnings += _too_little(calibration, model)
+    if runs_online(options):
+        online = _online(model, options, provider, turned, calibration, device)
+        model = replace(model, online=online)
     schemes = None
     if asked.bpw is not None:
         from w4pack.convert.modeljobs.mixed import choose
@@ -104,6 +114,25 @@ def prepare(
     name = None if asked.calibration is None else Path(asked.calibration).name
     recorded = replace(options, quantize=replace(asked, calibration=name))
     return Prepared(source, provider, model, recorded, origin, device, calibration, warnings, schemes)
+
+
+def _online(
+    model: ModelTensors,
+    options: ConvertOptions,
+    provider: Provider,
+    rotation: RotationPlan | None,
+    calibration: Calibration | None,
+    device: torch.device,
+) -> Sequence[Mapping[str, Any]]:
+    """Return the ``online`` records; with calibration text their clip ratios are measured."""
+    config = {**model.config, **model.config_changes}
+    transforms = [] if rotation is None else list(rotation.online)
+    runtime = runtime_of(config, model.infos, transforms, linears_of(model.infos))
+    clips = Clips(dict.fromkeys(ACT_SITES, ACT_DEFAULTS), KV_DEFAULTS, KV_DEFAULTS)
+    if calibration is not None:
+        clips = find_clips(config, provider, runtime, calibration.windows, device)
+    accounted = model_of(config, model.infos)
+    return records(options, accounted, rotation, clips.acts, clips.keys, clips.values)
 
 
 def device_of(name: str) -> torch.device:

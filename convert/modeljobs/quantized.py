@@ -41,6 +41,7 @@ from w4pack.convert.jobs.journal import Finished, Journal
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.work import Packer, pack_words
 from w4pack.convert.modeljobs.gate import check_rotation
+from w4pack.convert.modeljobs.online import Runtime, runtime_of
 from w4pack.convert.modeljobs.prepared import Prepared
 from w4pack.convert.modeljobs.rest import CardMaker, write_rest
 from w4pack.convert.planning.options import ConvertOptions
@@ -214,6 +215,7 @@ class QuantizeRun:
             self.prepared.windows,
             settings_of(self.prepared.options),
             self.prepared.device,
+            self._between(config),
         )
         for layer in self._layers(model):
             self._stop_here()
@@ -225,6 +227,11 @@ class QuantizeRun:
                 model.repeat(layer.index, self._stored)
             self._tell(model, layer)
         self._judge(model)
+
+    def _between(self, config: Mapping[str, Any]) -> Runtime | None:
+        """Return what runs between the linears while calibration text goes through, None for nothing."""
+        records = (self.plan.quant_config or {}).get("online")
+        return runtime_of(config, self.prepared.model.infos, records, self.plans) if records else None
 
     def _layers(self, model: ModelRun) -> list[_Layer]:
         found: dict[int, dict[int, Op]] = {index: {} for index in range(model.layers)}

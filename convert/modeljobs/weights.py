@@ -20,19 +20,21 @@ from w4pack.convert.source.detect import Source
 class Numbers:
     """See ``files.provider.Provider``. Packed linears are float32: the exact products, not rounded.
 
-    Raises what is wrong with the source; Refused for an artifact whose runtime applies transforms.
+    ``online``: the weights are wanted of an artifact whose runtime does more than multiply, too.
+
+    Raises what is wrong with the source; Refused for such an artifact otherwise.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, *, online: bool = False) -> None:
         if source.problems:
             raise Refused.together(source.problems)
-        online = (source.quant_config or {}).get("online")
-        if online:
+        records = (source.quant_config or {}).get("online")
+        if records and not online:
             raise Refused(
                 "this model needs a runtime that applies its online transforms",
                 code="rotate-online",
                 where=source.checkpoint.label,
-                found=f"{len(online)} transforms",
+                found=f"{len(records)} records",
             )
         self.source = source
         self.plain = CheckpointProvider(source.checkpoint)

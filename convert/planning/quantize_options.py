@@ -11,6 +11,7 @@ METHODS = ("gptq", "rtn")
 GROUP_SIZES = (ONE_GROUP, 32, 64, 128)
 BITS = (4, 8)
 LEFT = 16  # bits of a linear that is left as it is
+RUN_BITS = (16, 8, 4)  # of activations and of the cache at run time; 16: not quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class QuantizeOptions:
     bpw          bits per weight to meet by choosing a scheme for each linear, or None
     calibration  a file, or None: the built-in sample; recorded by its name only
     damp         share of the mean diagonal of the Hessian that is added to it
+    act_bits     of activations: what calibration runs with, and the runtime unless asked otherwise
+    kv_bits      the same of keys and values in the cache
     """
 
     method: str = "gptq"
@@ -36,12 +39,23 @@ class QuantizeOptions:
     samples: int = 128
     seqlen: int = 2048
     damp: float = 0.01
+    act_bits: int = 16
+    kv_bits: int = 16
 
     def check(self) -> None:
         """Raise UsageError for values that make no sense."""
         _one_of("--quantize", self.method, METHODS)
         _one_of("--bits", self.bits, BITS)
         _one_of("--group-size", self.group_size, GROUP_SIZES)
+        _one_of("--act-bits", self.act_bits, RUN_BITS)
+        _one_of("--kv-bits", self.kv_bits, RUN_BITS)
+        if self.act_bits != LEFT and not self.sym:
+            raise UsageError(
+                "integer products with 4- and 8-bit activations take weights without zero points",
+                where="--act-bits",
+                expected="--sym, or --act-bits 16",
+                found=f"--asym --act-bits {self.act_bits}",
+            )
         for option, value, least in (("--samples", self.samples, 1), ("--seqlen", self.seqlen, 2)):
             if value < least:
                 raise UsageError(

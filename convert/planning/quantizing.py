@@ -5,7 +5,7 @@ Made from names and headers alone: which linears there are, what scheme each get
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ class ModelTensors:
     infos           tensor name -> header
     source_bytes    of all tensors of the source
     rotation        what the plan records of a rotation, or None
+    online          records of what the artifact's runtime does
     """
 
     config: Mapping[str, Any]
@@ -44,6 +45,7 @@ class ModelTensors:
     infos: Mapping[str, TensorInfo]
     source_bytes: int
     rotation: Mapping[str, Any] | None = None
+    online: Sequence[Mapping[str, Any]] = ()
 
 
 def linears_of(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -123,7 +125,7 @@ def plan_quantization(
         dense=dense,
         dropped=(),
         config_changes=model.config_changes,
-        quant_config=target_settings(kept, dense, options, {}),
+        quant_config=_settings(kept, dense, options, model.online),
         tensors=placed,
         ops=tuple(ops),
         lossless=False,
@@ -136,6 +138,18 @@ def plan_quantization(
         },
     )
     return plan, ()
+
+
+def _settings(
+    kept: tuple[LayerPlan, ...],
+    dense: tuple[DensePlan, ...],
+    options: ConvertOptions,
+    online: Sequence[Mapping[str, Any]],
+) -> dict[str, Any] | None:
+    block = target_settings(kept, dense, options, {})
+    if block is not None and online:
+        block["online"] = [dict(record) for record in online]
+    return block
 
 
 def _renamer(config: Mapping[str, Any]) -> Callable[[str], str]:

@@ -12,6 +12,7 @@ from w4pack.convert.core.facts import Warning_
 from w4pack.convert.errors import Refused, name_some
 from w4pack.convert.planning.contents import same_bytes
 from w4pack.convert.planning.decisions import Decisions, DensePlan
+from w4pack.convert.planning.online import refuse_other_targets
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.rotate.plan import RotationPlan, plan_rotation
 from w4pack.convert.source.detect import Source
@@ -42,14 +43,14 @@ def decide_rotation(
     """Decide for every tensor of a 16-bit model that is rotated.
 
     Returns (decisions, rotation, name -> dtype tag of each tensor that is made anew). Raises Refused for a
-    quantized source, for a head that contradicts the config, and for online transforms, which an ordinary
-    checkpoint cannot carry.
+    quantized source, for a head that contradicts the config, and for online transforms in a target that
+    cannot carry them.
     """
     if source.problems:
         raise Refused.together(source.problems)
     refuse_packed(source)
+    refuse_other_targets(options)
     plan = rotation_of(source, options)
-    _refuse_online(plan, options)
     _refuse_two_heads(source, plan)
     dense = [DensePlan(t.name, t.name, t.shape) for t in source.dense if t.name not in plan.added]
     infos = source.checkpoint.tensors
@@ -80,22 +81,6 @@ def refuse_packed(source: Source) -> None:
         found=f"{first.layout}, {first.scheme.label()}",
         hint=f"`w4pack convert {source.checkpoint.store.label} OUT --to dense` makes a 16-bit model of it; "
         "the error of its quantization stays",
-    )
-
-
-def _refuse_online(plan: RotationPlan, options: ConvertOptions) -> None:
-    """An ordinary checkpoint runs in engines that know nothing of transforms at run time."""
-    if not plan.online:
-        return
-    names = {"residual_read": "R1", "qk": "R3", "attn_out": "across heads", "mlp_mid": "R4"}
-    found = dict.fromkeys(names[str(record["site"])] for record in plan.online)
-    raise Refused(
-        "the target cannot carry transforms that run online",
-        code="online-transforms",
-        where=f"--to {options.to}",
-        expected="`--rotate offline`: R1 and R2 lie in the weights",
-        found=", ".join(found),
-        hint="`--rotate offline` keeps the model one of its class",
     )
 
 

@@ -12,6 +12,7 @@ from w4pack.convert.errors import name_some
 from w4pack.convert.events import size_text, time_text
 from w4pack.convert.planning.decisions import LayerPlan
 from w4pack.convert.planning.fitting import WIDENED
+from w4pack.convert.planning.online import describe as describe_online
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.rotation import describe, memory_of
 from w4pack.convert.planning.targets import TARGETS
@@ -118,6 +119,7 @@ def text(event: Mapping[str, Any], plan: Plan, out: Path, *, verbose: bool = Fal
     ]
     lines += _left(event["left_in_16_bit"])
     lines += [f"{'rotated' if i == 0 else '':<10}{line}" for i, line in enumerate(_rotated(plan))]
+    lines += [f"{'online' if i == 0 else '':<10}{line}" for i, line in enumerate(_online(plan))]
     lines += [f"config    {key}: {value}" for key, value in plan.config_changes.items()]
     lines += [
         f"left out  {item['name']} ({size_text(item['bytes'])}): {item['reason']}"
@@ -138,6 +140,11 @@ def text(event: Mapping[str, Any], plan: Plan, out: Path, *, verbose: bool = Fal
 
 def _rotated(plan: Plan) -> list[str]:
     return [] if plan.rotation is None else describe(plan.rotation)
+
+
+def _online(plan: Plan) -> list[str]:
+    records = (plan.quant_config or {}).get("online")
+    return describe_online(records) if records else []
 
 
 def _layer_line(layer: LayerPlan) -> str:

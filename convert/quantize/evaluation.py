@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from w4pack.convert.files.provider import Provider
-from w4pack.convert.quantize.skeleton import Skeleton, build
+from w4pack.convert.quantize.skeleton import Between, Nothing, Skeleton, build
 from w4pack.convert.quantize.stream import Stream, batches_of
 
 ROWS = 256  # tokens whose log-probabilities are in memory at a time
@@ -69,16 +69,21 @@ def through(
     dtype: torch.dtype,
     *,
     per_batch: int,
+    between: Between | None = None,
     told: Any = None,
 ) -> Stream:
-    """Send windows (W, L) of tokens through a model, one layer in memory; then ask for its logits."""
+    """Send windows (W, L) of tokens through a model, one layer in memory; then ask for its logits.
+
+    ``between``: what its runtime does between the linears.
+    """
     skeleton: Skeleton = build(config, provider, device, dtype)
     skeleton.fill_outside(head=True)
     stream = Stream(skeleton, batches_of(windows, per_batch))
     stream.begin()
     for index, layer in enumerate(skeleton.layers):
         skeleton.fill(layer, skeleton.prefix(index))
-        stream.advance(layer, index)
+        with (between or Nothing()).around(skeleton, layer, index):
+            stream.advance(layer, index)
         skeleton.empty(layer)
         if told is not None:
             told(index + 1, len(skeleton.layers))

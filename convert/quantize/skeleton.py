@@ -4,9 +4,9 @@ Only what is needed is in memory: the embeddings and the head, and one decoder l
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -125,6 +125,26 @@ class Skeleton:
             self.fill(module, path)
         if tied and head:
             output.weight = self.model.get_input_embeddings().weight
+
+
+class Between(Protocol):
+    """What a runtime does between the linears of a layer, as hooks that stand while the layer runs."""
+
+    def around(
+        self, skeleton: Skeleton, layer: nn.Module, index: int, *, quantized: bool = True
+    ) -> AbstractContextManager[None]:
+        """Let a layer run so. ``quantized=False``: without what rounds."""
+        ...
+
+
+class Nothing:
+    """A runtime that multiplies, and no more."""
+
+    def around(
+        self, skeleton: Skeleton, layer: nn.Module, index: int, *, quantized: bool = True
+    ) -> AbstractContextManager[None]:
+        """See ``Between``."""
+        return nullcontext()
 
 
 def _tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:

@@ -6,6 +6,7 @@ Driven by a job that knows files; here are only tensors.
 import copy
 import ctypes
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from w4pack.convert.quantize.evaluation import divergence
 from w4pack.convert.quantize.layer import LayerWork
 from w4pack.convert.quantize.linears import Quantized
 from w4pack.convert.quantize.settings import Settings
-from w4pack.convert.quantize.skeleton import build
+from w4pack.convert.quantize.skeleton import Between, Nothing, build
 from w4pack.convert.quantize.stream import Stream, batches_of
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # in one run of a layer
@@ -55,6 +56,7 @@ class ModelRun:
 
     schemes  module name of the checkpoint -> scheme
     windows  calibration tokens (W, L)
+    between  what runs between the linears: statistics are of what they are given then
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class ModelRun:
         windows: torch.Tensor,
         settings: Settings,
         device: torch.device,
+        between: Between | None = None,
     ) -> None:
+        self.between = between or Nothing()
         dtype = compute_dtype(device, provider, next(iter(schemes)))
         self.skeleton = build(config, provider, device, dtype)
         self.settings = settings
@@ -123,11 +127,16 @@ class ModelRun:
         """Quantize a layer and send everything through it. Returns checkpoint name -> codes."""
         layer, places = self.skeleton.layers[index], self.below(index)
         self.skeleton.fill(layer, self.skeleton.prefix(index))
-        self.witness[0].advance(layer, index)
+        with self.between.around(self.skeleton, layer, index, quantized=False):
+            self.witness[0].advance(layer, index)
         source = None if self.source is None else (copy.deepcopy(layer), self.source)
         schemes = {path: self.schemes[name] for path, name in places.items()}
-        made = LayerWork(layer, index, schemes, self.settings, source).run(self.stream)
-        self.witness[1].advance(layer, index)
+        with ExitStack() as stack:
+            if source is not None:
+                stack.enter_context(self.between.around(self.skeleton, source[0], index, quantized=False))
+            stack.enter_context(self.between.around(self.skeleton, layer, index))
+            made = LayerWork(layer, index, schemes, self.settings, source).run(self.stream)
+            self.witness[1].advance(layer, index)
         self.skeleton.empty(layer)
         give_back()
         return {places[path]: codes for path, codes in made.items()}
@@ -139,15 +148,17 @@ class ModelRun:
         """
         layer, prefix = self.skeleton.layers[index], self.skeleton.prefix(index)
         self.skeleton.fill(layer, prefix)
-        self.witness[0].advance(layer, index)
-        if self.source is not None:
-            self.source.advance(layer, index)
+        with self.between.around(self.skeleton, layer, index, quantized=False):
+            self.witness[0].advance(layer, index)
+            if self.source is not None:
+                self.source.advance(layer, index)
         for path, name in self.below(index).items():
             found = layer.get_submodule(path)
             assert isinstance(found, nn.Linear)
             found.weight.data.copy_(weights(name))
-        self.stream.advance(layer, index)
-        self.witness[1].advance(layer, index)
+        with self.between.around(self.skeleton, layer, index):
+            self.stream.advance(layer, index)
+            self.witness[1].advance(layer, index)
         self.skeleton.empty(layer)
         give_back()
 

@@ -1,0 +1,149 @@
+"""What an artifact says of its runtime: transforms, quantizers of activations and of the cache, clip ratios.
+
+Made from the options, the plan of the rotation and the ratios that were found; see ``dialects.online`` for
+the records and who reads them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from w4pack.convert.dialects.online import ACT_SITES
+from w4pack.convert.errors import Refused
+from w4pack.convert.files.tensorfile import TensorInfo
+from w4pack.convert.planning.options import ConvertOptions
+from w4pack.convert.rotate.accounting import Model, account
+from w4pack.convert.rotate.architecture import find
+from w4pack.convert.rotate.folding import head_size
+from w4pack.convert.rotate.plan import RotationPlan
+
+Table = Mapping[int, float]  # bits -> clip ratio
+ONLINE_TARGET = "marlin"
+
+
+def runs_online(options: ConvertOptions) -> bool:
+    """Tell whether the options ask for a model whose runtime does more than multiply."""
+    asked = options.quantize
+    bits = (16, 16) if asked is None else (asked.act_bits, asked.kv_bits)
+    return options.rotate == "full" or bits != (16, 16)
+
+
+def refuse_other_targets(options: ConvertOptions) -> None:
+    """Raise Refused if the target cannot say what its runtime has to do."""
+    asked = options.quantize
+    found = [
+        *(["transforms (R3, across heads, R4)"] if options.rotate == "full" else []),
+        *([f"{asked.act_bits}-bit activations"] if asked and asked.act_bits != 16 else []),
+        *([f"a {asked.kv_bits}-bit cache"] if asked and asked.kv_bits != 16 else []),
+    ]
+    if not found or (options.to == ONLINE_TARGET and asked is not None):
+        return
+    raise Refused(
+        "the target cannot carry what has to run online",
+        code="online-transforms",
+        where=f"--to {options.to}",
+        expected="`--to marlin` with `--quantize`: w4pack's own artifact, which its runtime reads",
+        found=", ".join(found),
+        hint="`--rotate offline` without `--act-bits` and `--kv-bits` keeps the model one of its class",
+    )
+
+
+def model_of(config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> Model:
+    """Return a model with the place of every linear. Raises Refused for a class that the runtime lacks."""
+    architecture = find(config)
+    model = account(architecture, config, infos)
+    reason = None
+    if architecture.norm == "layer":
+        reason = "LayerNorm, which subtracts a mean"
+    elif architecture.latents:
+        reason = "attention through latent vectors"
+    if reason is None:
+        return model
+    raise Refused(
+        "the runtime of 4-bit activations does not run this architecture",
+        code="online-architecture",
+        where="config.json: architectures",
+        expected="RMSNorm, and keys and values in heads of their own",
+        found=f"{architecture.classes[0]}: {reason}",
+        hint="`--rotate offline` and weights in 4 bit alone run",
+    )
+
+
+def records(
+    options: ConvertOptions,
+    model: Model,
+    rotation: RotationPlan | None,
+    acts: Mapping[str, Table],
+    keys: Table,
+    values: Table,
+) -> list[dict[str, Any]]:
+    """Return the ``online`` records of an artifact.
+
+    acts  site -> clip ratios; ``keys`` and ``values``: those of the cache
+
+    Raises Refused for layers whose heads differ in size.
+    """
+    asked = options.quantize
+    if asked is None:
+        raise ValueError("nothing is quantized")
+    made: list[dict[str, Any]] = [] if rotation is None else [dict(record) for record in rotation.online]
+    if asked.sym:  # integer products take no zero points: activations stay 16 bit
+        made += [
+            {
+                "kind": "act_quant",
+                "site": site,
+                "bits": asked.act_bits,
+                "clip": _plain(acts[site]),
+                "symmetric": True,
+            }
+            for site in ACT_SITES
+        ]
+    made.append(
+        {
+            "kind": "kv_quant",
+            "bits": {"k": asked.kv_bits, "v": asked.kv_bits},
+            "clip": {"k": _plain(keys), "v": _plain(values)},
+            "group": _head(model),
+        }
+    )
+    return made
+
+
+def _plain(table: Table) -> dict[str, float]:
+    return {str(bits): float(ratio) for bits, ratio in sorted(table.items())}
+
+
+def _head(model: Model) -> int:
+    sizes = {head_size(model, layer): layer.index for layer in model.layers}
+    if len(sizes) == 1:
+        return next(iter(sizes))
+    raise Refused(
+        "the layers have heads of different sizes, and the cache one layout",
+        code="online-architecture",
+        where=", ".join(f"layer {index}" for index in sizes.values()),
+        expected="one head size",
+        found=", ".join(map(str, sizes)),
+    )
+
+
+def describe(online: list[Mapping[str, Any]]) -> list[str]:
+    """Return lines for people: what runs online, and with which ratios."""
+    lines = []
+    names = {"residual_read": "R1", "qk": "R3", "attn_out": "across heads", "mlp_mid": "R4"}
+    turns = [
+        f"{names[r['site']]} {r['order']}"
+        + (f" in blocks of {r['block']}" if r["block"] != r["order"] else "")
+        for r in online
+        if r["kind"] == "hadamard"
+    ]
+    if turns:
+        lines.append("transforms " + ", ".join(turns))
+    for bits in ("4", "8"):
+        ratios = [f"{r['site']} {r['clip'][bits]:g}" for r in online if r["kind"] == "act_quant"]
+        ratios += [
+            f"{what} {r['clip'][what][bits]:g}"
+            for r in online
+            if r["kind"] == "kv_quant"
+            for what in ("k", "v")
+        ]
+        lines.append(f"clip ratios at {bits} bit: {', '.join(ratios)}")
+    return lines
