@@ -127,6 +127,18 @@ quantize_options = _options(
         "--damp", type=float, help="Damping, a share of the Hessian's mean diagonal; 0.01 by default."
     ),
     click.option(
+        "--act-bits",
+        type=click.Choice(["4", "8", "16"]),
+        callback=_number,
+        help="Of activations at run time, which calibration then runs with; 16 (as they are) by default.",
+    ),
+    click.option(
+        "--kv-bits",
+        type=click.Choice(["4", "8", "16"]),
+        callback=_number,
+        help="Of keys and values in the cache, likewise; 16 by default.",
+    ),
+    click.option(
         "--device",
         help="Where codes are chosen and Marlin tiles packed: cpu (default), cuda or cuda:1.",
     ),
@@ -411,6 +423,18 @@ def push(**given: Any) -> None:
     "--against", metavar="SRC", help="The source, a folder or ORG/NAME: its figures, and the divergence."
 )
 @click.option("--device", help="Where to compute: cpu (default), cuda or cuda:1.")
+@click.option(
+    "--act-bits",
+    type=click.Choice(["4", "8", "16"]),
+    callback=_number,
+    help="Of activations, where the artifact's records allow it; as it was calibrated by default.",
+)
+@click.option(
+    "--kv-bits",
+    type=click.Choice(["4", "8", "16"]),
+    callback=_number,
+    help="Of keys and values in the cache, likewise.",
+)
 @click.option(
     "--threads", type=click.IntRange(0, 64), default=0, help="Worker threads; 0: one per core, at most 8."
 )
