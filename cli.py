@@ -5,7 +5,6 @@ needs.
 """
 
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import click
 
-from w4pack.convert.errors import EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_VERIFY, W4PackError
+from w4pack.convert.errors import (
+    EXIT_OK,
+    EXIT_REFUSED,
+    EXIT_SIGINT,
+    EXIT_SIGTERM,
+    EXIT_USAGE,
+    EXIT_VERIFY,
+    NobodyReads,
+    StdoutError,
+    W4PackError,
+)
 
 if TYPE_CHECKING:
     from w4pack.convert.jobs.execute import StopFlag
@@ -562,13 +571,14 @@ def _errors(given: dict[str, Any]) -> Iterator[None]:
         sys.stdout.flush()
     except W4PackError as err:
         _leave(err, as_json=bool(given.get("as_json")))
-    except BrokenPipeError:
-        _quiet_exit()
     except KeyboardInterrupt:
-        from w4pack.convert.errors import EXIT_SIGINT
-
         _leave(_interrupted(EXIT_SIGINT), as_json=bool(given.get("as_json")))
-    except (click.ClickException, click.exceptions.Exit, SystemExit):
+    except _Terminated:
+        _leave(_interrupted(EXIT_SIGTERM), as_json=bool(given.get("as_json")))
+    except SystemExit:  # the answer is no
+        sys.stdout.flush()
+        raise
+    except (click.ClickException, click.exceptions.Exit, NobodyReads):
         raise
     except Exception as err:
         if given.get("debug"):
@@ -583,14 +593,23 @@ def _interrupted(code: int) -> W4PackError:
 
 
 def _leave(err: W4PackError, *, as_json: bool) -> NoReturn:
-    with contextlib.suppress(BrokenPipeError):
-        if as_json:
-            import json
-
-            print(json.dumps({"schema": 1, **err.to_json()}), flush=True)
-        else:
-            print(f"error: {err}", file=sys.stderr, flush=True)
+    if as_json and not isinstance(err, StdoutError):
+        _tell_json({"schema": 1, **err.to_json()}, f"error: {err}")
+    else:
+        print(f"error: {err}", file=sys.stderr, flush=True)
     sys.exit(err.exit_code)
+
+
+def _tell_json(fields: dict[str, object], text: str) -> None:
+    """Print an error as JSON, or as text on stderr where stdout takes nothing."""
+    import json
+
+    try:
+        print(json.dumps(fields), flush=True)
+    except StdoutError:
+        print(text, file=sys.stderr, flush=True)
+    except NobodyReads:
+        pass  # its exit code still says that it failed
 
 
 def _bug(err: Exception) -> W4PackError:
@@ -608,11 +627,12 @@ def _bug(err: Exception) -> W4PackError:
     )
 
 
-def _quiet_exit() -> NoReturn:
-    """Nobody reads any more: end without a word (and without Python's own complaint at exit)."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(EXIT_OK)
+class _Terminated(BaseException):
+    """SIGTERM, as KeyboardInterrupt is SIGINT: no net for errors catches it."""
+
+
+def _terminate(signum: int, frame: object) -> NoReturn:
+    raise _Terminated
 
 
 def _stop_flag() -> "StopFlag":
@@ -631,27 +651,30 @@ def _stop_flag() -> "StopFlag":
 
 def main() -> None:
     """Entry point of the ``w4pack`` command."""
-    for stream in (sys.stdout, sys.stderr):  # names of strangers' files may hold what no terminal can show
-        with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    try:
-        code = root.main(prog_name="w4pack", standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else EXIT_OK)
-    except (click.Abort, KeyboardInterrupt):
-        from w4pack.convert.errors import EXIT_SIGINT
+    from w4pack.convert.streams import guarded
 
-        print("error: stopped by a signal", file=sys.stderr)
-        sys.exit(EXIT_SIGINT)
-    except click.ClickException as err:
-        _usage(err)
+    with guarded():
+        try:
+            signal.signal(signal.SIGTERM, _terminate)
+            code = root.main(prog_name="w4pack", standalone_mode=False)
+            sys.exit(code if isinstance(code, int) else EXIT_OK)
+        except (click.Abort, KeyboardInterrupt):
+            _leave(_interrupted(EXIT_SIGINT), as_json=False)
+        except _Terminated:
+            _leave(_interrupted(EXIT_SIGTERM), as_json=False)
+        except click.ClickException as err:
+            _usage(err)
+        except StdoutError as err:
+            _leave(err, as_json=False)
+        except NobodyReads:
+            sys.exit(EXIT_OK)
 
 
 def _usage(err: click.ClickException) -> NoReturn:
     """Print a usage error, as JSON where ``--json`` was given."""
     if "--json" in sys.argv:
-        import json
-
         fields = {
+            "schema": 1,
             "event": "error",
             "code": "usage",
             "exit": EXIT_USAGE,
@@ -661,7 +684,7 @@ def _usage(err: click.ClickException) -> NoReturn:
             "found": None,
             "hint": None,
         }
-        print(json.dumps({"schema": 1, **fields}), flush=True)
+        _tell_json(fields, f"error: {err.format_message()}")
     elif isinstance(err, click.UsageError) and err.ctx is not None and err.format_message():
         print(f"error: {err.format_message()}\n\nhint: {err.ctx.command_path} --help", file=sys.stderr)
     else:

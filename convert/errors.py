@@ -95,6 +95,16 @@ class OutputError(W4PackError):
     default_code = "output"
 
 
+class StdoutError(W4PackError):
+    """What the command prints cannot be written."""
+
+    default_code = "stdout"
+
+
+class NobodyReads(Exception):
+    """The reader of stdout has gone: the command ends without a word. No error of a job."""
+
+
 class HubError(W4PackError):
     """The Hub could not be reached, or said no."""
 

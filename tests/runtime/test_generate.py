@@ -170,7 +170,10 @@ def test_the_package_says_which_extra_its_loader_needs(out: Path) -> None:
     assert "ImportError: w4pack.load needs torch: pip install 'w4pack[gpu]'" in done.stderr
 
 
-def test_ctrl_c_stops_with_130(out: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_an_answer_in_words(
+    number: signal.Signals, code: int, out: Path, tmp_path: Path
+) -> None:
     command = [
         sys.executable,
         "-m",
@@ -194,10 +197,30 @@ def test_ctrl_c_stops_with_130(out: Path, tmp_path: Path) -> None:
     )
     assert child.stdout is not None
     assert child.stdout.read(1)  # text comes before the end
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     _, err = child.communicate(timeout=60)
-    assert child.returncode == 130
+    assert child.returncode == code
     assert err.endswith("error: stopped by a signal\n") and "Traceback" not in err
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=["", "json"])
+def test_an_answer_that_cannot_be_written_is_told(
+    options: tuple[str, ...],
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["w4pack", "generate", str(out), "She", "--max-new-tokens", "2", "--device", "cpu", *options]
+    monkeypatch.setattr(sys, "argv", words)
+    handler = signal.getsignal(signal.SIGTERM)
+    with open("/dev/full", "w") as full, pytest.raises(SystemExit) as caught:  # noqa: PTH123 - a device
+        monkeypatch.setattr(sys, "stdout", full)
+        cli.main()
+    signal.signal(signal.SIGTERM, handler)
+    assert caught.value.code == 1
+    assert capsys.readouterr().err.endswith(
+        "error: the answer cannot be written\n  where: stdout\n  found: No space left on device\n"
+    )
 
 
 def hot(place: Path, dtype: str) -> Path:
