@@ -56,27 +56,29 @@ DEVICE void store(u8 *row, const Quantized &made, int bits, int lane) {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     ENTRY(const u8 *k, const u8 *v, u8 *codes, u32 *params, const int *block_table, const int *start, TURN_PARAMETERS,
-          i64 k_batch, i64 k_head, i64 k_token, i64 v_batch, i64 v_head, i64 v_token, int batch, int heads, int tokens,
+          i64 k_batch, i64 k_head, i64 k_token, i64 v_batch, i64 v_head, i64 v_token, int heads, int tokens,
           int table_width, int pages, int bits, int bf16, float clip_k, float clip_v) {
-  __shared__ float scratch[WARPS][HEAD_DIM];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const i64 row = static_cast<i64>(blockIdx.x) * WARPS + warp;  // ((sequence, token), K or V, head)
+  __shared__ float scratch[Row::POWER ? 1 : WARPS][HEAD_DIM];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, sequence = blockIdx.y;
+  const u32 each = 2 * heads, rows = tokens * each;  // (token, K or V, head)
   ptx::launch_dependents();
   ptx::wait_for_previous_kernel();
-  if (row >= static_cast<i64>(batch) * tokens * 2 * heads) return;
-  const int head = row % heads, which = row / heads % 2;
-  const int token = row / (2 * heads) % tokens, sequence = row / (2 * heads) / tokens;
-  const int slot = start[sequence] + token;
-  if (slot < 0 || slot / PAGE >= table_width) return;
-  const int page = block_table[static_cast<i64>(sequence) * table_width + slot / PAGE];
-  if (page < 0 || page >= pages) return;
+  const int first = start[sequence];
+  for (u32 row = blockIdx.x * WARPS + warp; row < rows; row += gridDim.x * WARPS) {
+    const u32 token = row / each, in_token = row - token * each;
+    const bool value = in_token >= heads;
+    const int head = value ? in_token - heads : in_token, slot = first + static_cast<int>(token);
+    if (slot < 0 || slot / PAGE >= table_width) continue;
+    const int page = block_table[static_cast<i64>(sequence) * table_width + slot / PAGE];
+    if (page < 0 || page >= pages) continue;
 
-  const Strides strides = which ? Strides{v_batch, v_head, v_token} : Strides{k_batch, k_head, k_token};
-  Row x;
-  x.load((which ? v : k) + 2 * (sequence * strides.batch + head * strides.head + token * strides.token), bf16, lane);
-  if (!which) x.turn(TURN_ARGUMENTS, scratch[warp], lane);
-  const Quantized made = quantize(x, which ? clip_v : clip_k, bits);
-  const i64 at = ((static_cast<i64>(page) * 2 + which) * heads + head) * PAGE + slot % PAGE;
-  if (lane < Row::ACTIVE) store(codes + at * (HEAD_DIM * bits / 8), made, bits, lane);
-  if (lane == 0) params[at] = made.parameters;
+    const Strides strides = value ? Strides{v_batch, v_head, v_token} : Strides{k_batch, k_head, k_token};
+    Row x;
+    x.load((value ? v : k) + 2 * (sequence * strides.batch + head * strides.head + token * strides.token), bf16, lane);
+    if (!value) x.turn(TURN_ARGUMENTS, scratch[Row::POWER ? 0 : warp], lane);
+    const Quantized made = quantize(x, value ? clip_v : clip_k, bits);
+    const i64 at = ((static_cast<i64>(page) * 2 + value) * heads + head) * PAGE + slot % PAGE;
+    if (lane < Row::ACTIVE) store(codes + at * (HEAD_DIM * bits / 8), made, bits, lane);
+    if (lane == 0) params[at] = made.parameters;
+  }
 }

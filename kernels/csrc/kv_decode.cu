@@ -33,7 +33,7 @@ constexpr int UNITS = ROW / 16;                             // pairs of bytes of
 constexpr u32 LOW = BITS == 4 ? 0x000F000Fu : 0x00FF00FFu, HIGH = 0x00F000F0u;
 constexpr bool SWIZZLED = ROW == 64;
 constexpr float NOTHING = -1e30f;
-constexpr int Q_FLOATS = HEADS * HEAD_DIM;
+constexpr int PITCH = HEAD_DIM + 4;                         // floats of a row of queries or results: other banks
 constexpr int BLOCKS_PER_SM = HEAD_DIM <= 128 ? 4 : 2;
 
 // Where byte `at` of a row lies. With rows of 64 bytes, lanes t = 2, 3 of V's reads would meet the banks of t = 0, 1.
@@ -54,15 +54,11 @@ struct Problem {
       const i64 row = ((static_cast<i64>(page) * 2 + which) * kv_heads + kv_head) * PAGE + slot;
       const u8 *from = codes + row * ROW;
       const u32 to = stage + which * CODE_BYTES;
+const u32 place_here = SWIZZLED ? lane * 16 ^ (lane & 16) << 1 : lane * 16;  // of 16 bytes; bit 4 of lane: row & 4
 #pragma unroll
-      for (int i = 0; i < CODE_BYTES / 512; i++) {
-        const int at = (i * 32 + lane) * 16;
-        ptx::copy_async_16(to + place(at / ROW, at % ROW), from + at);
-      }
-      if (CODE_BYTES % 512 && lane < CODE_BYTES % 512 / 16) {
-        const int at = CODE_BYTES / 512 * 512 + lane * 16;
-        ptx::copy_async_16(to + place(at / ROW, at % ROW), from + at);
-      }
+      for (int i = 0; i < (CODE_BYTES + 511) / 512; i++)
+        if (CODE_BYTES % 512 == 0 || i < CODE_BYTES / 512 || lane < CODE_BYTES % 512 / 16)
+          ptx::copy_async_16(to + place_here + 512 * i, from + lane * 16 + 512 * i);
       if (lane < TILE / 4)
         ptx::copy_async_16(stage + 2 * CODE_BYTES + which * 4 * TILE + lane * 16, params + row + lane * 4);
     }
@@ -105,7 +101,7 @@ struct Queries {
   u32 b[STEPS][2];
 
   DEVICE void make(const float *q, int g, int t) {
-    const float *row = q + g * HEAD_DIM;
+    const float *row = q + g * PITCH;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
       int c[4];  // low pair, high pair
@@ -126,20 +122,26 @@ struct Queries {
   }
 };
 
-// S of 16 tokens: s[0], s[1] row g, heads 2t and 2t + 1; s[2], s[3] row g + 8. In units of 2^-24.
-DEVICE void score(float (&s)[4], u32 codes, int row, const Queries &q, int t) {
-  u32 low[WORDS + TAIL], high[WORDS + TAIL];
-  load_keys(low, codes, row, t);
-  load_keys(high, codes, row + 8, t);
-  s[0] = s[1] = s[2] = s[3] = 0;
+// S of a tile: s[i][0], s[i][1] row 16 i + g, heads 2t and 2t + 1; s[i][2], s[i][3] row g + 8. In units of 2^-24.
+DEVICE void score(float (&s)[TOKEN_TILES][4], u32 codes, const Queries &q, int g, int t) {
+  u32 words[TOKEN_TILES][2][WORDS + TAIL];
+#pragma unroll
+  for (int i = 0; i < TOKEN_TILES; i++) {
+    load_keys(words[i][0], codes, 16 * i + g, t);
+    load_keys(words[i][1], codes, 16 * i + g + 8, t);
+    s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0;
+  }
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
     const bool tail = TAIL && step == STEPS - 1;
     const int word = BITS == 8 ? step : tail ? WORDS : step / 2;
-    u32 x = low[word], y = high[word];
-    if (BITS == 4 && !tail && step % 2) x >>= 8, y >>= 8;
-    const u32 a[4] = {x & LOW, y & LOW, BITS == 4 ? x & HIGH : x >> 8 & LOW, BITS == 4 ? y & HIGH : y >> 8 & LOW};
-    Number<FP16>::product(s, a, q.b[step][0], q.b[step][1], s);
+#pragma unroll
+    for (int i = 0; i < TOKEN_TILES; i++) {
+      u32 x = words[i][0][word], y = words[i][1][word];
+      if (BITS == 4 && !tail && step % 2) x >>= 8, y >>= 8;
+      const u32 a[4] = {x & LOW, y & LOW, BITS == 4 ? x & HIGH : x >> 8 & LOW, BITS == 4 ? y & HIGH : y >> 8 & LOW};
+      Number<FP16>::product(s[i], a, q.b[step][0], q.b[step][1], s[i]);
+    }
   }
 }
 
@@ -229,8 +231,9 @@ struct Sums {
   }
 };
 
-// The channel of row g (second = 0) or g + 8 (1) of Y's tile i.
-DEVICE int value_channel(int tile, int second, int g) {
+// Results lie by position: 8 (2 tile + second) + g is Y's tile, row g (second = 0) or g + 8 (1). Their channel:
+DEVICE int channel_of(int position) {
+  const int g = position % 8, second = position / 8 % 2, tile = position / 16;
   if (BITS == 8) return g * 2 * UNITS + 2 * tile + second;
   if (TAIL && tile == STEPS - 1) return 32 * UNITS + 2 * g + second;
   return (g * 2 * UNITS + 2 * (tile / 2)) * 2 + 2 * (tile % 2) + second;
@@ -240,18 +243,23 @@ struct View {
   int begin, end;         // visible slots
   float unit, softcap;    // of scores: scale, log2(e), the power of two of q and 2^24
   float sums[2];          // of q, in S's units, heads 2t and 2t + 1
+
+  DEVICE bool sees(int slot) const { return slot >= begin && slot < end; }
 };
 
-// One tile: scores, softmax, values.
-DEVICE void attend(Sums &sums, u32 stage, int tile, const View &view, const Queries &q, int g, int t) {
-  const u32 keys = stage, values = stage + CODE_BYTES, key_params = stage + 2 * CODE_BYTES,
-            value_params = key_params + 4 * TILE;
+// One tile: scores, softmax, values. PLAIN: all slots are seen and there is no soft cap.
+template <bool PLAIN> DEVICE void attend(Sums &sums, u32 stage, int tile, const View &view, const Queries &q, int lane) {
+  const int g = lane / 4, t = lane % 4;
+  const u32 key_params = stage + 2 * CODE_BYTES, value_params = key_params + 4 * TILE;
+  if (!PLAIN) {  // what was never written may be NaN, and 0 times that is no 0
+    if (lane < TILE && !view.sees(tile * TILE + lane)) ptx::store_shared_4(value_params + 4 * lane, 0);
+    __syncwarp();
+  }
   float x[TOKEN_TILES][4], mantissa[TOKEN_TILES][2], share[TOKEN_TILES][2];
+  score(x, stage, q, g, t);
   float largest[2] = {sums.largest[0], sums.largest[1]};
-  const bool whole = tile * TILE >= view.begin && tile * TILE + TILE <= view.end;
 #pragma unroll
   for (int i = 0; i < TOKEN_TILES; i++) {
-    score(x[i], keys, 16 * i + g, q, t);
 #pragma unroll
     for (int second = 0; second < 2; second++) {
       const int row = 16 * i + g + 8 * second;
@@ -260,64 +268,74 @@ DEVICE void attend(Sums &sums, u32 stage, int tile, const View &view, const Quer
       const int exponent = static_cast<int>(value >> 10 & 31) - 15;
       mantissa[i][second] = Number<FP16>::to_float((value & 0x3FF) | 0x3C00);
       share[i][second] = power_of_two(-exponent);
-      const bool seen = whole || (tile * TILE + row >= view.begin && tile * TILE + row < view.end);
 #pragma unroll
       for (int head = 0; head < 2; head++) {
         float &v = x[i][2 * second + head];
-        v = fmaf(-z, view.sums[head], v) * s;
-        if (view.softcap > 0) v = view.softcap * LOG2E * tanh_fast(v * LN2 / view.softcap);
-        v = seen ? v + exponent : -infinity();
+        v = fmaf(-z, view.sums[head], v);
+        if constexpr (PLAIN) {
+          v = fmaf(v, s, static_cast<float>(exponent));
+        } else {
+          v *= s;
+          if (view.softcap > 0) v = view.softcap * LOG2E * tanh_fast(v * LN2 / view.softcap);
+          v = view.sees(tile * TILE + row) ? v + exponent : -infinity();
+        }
         largest[head] = fmaxf(largest[head], v);
       }
     }
   }
 #pragma unroll
-  for (int head = 0; head < 2; head++) {
+  for (int step = 4; step < 32; step *= 2) {
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2) largest[head] = fmaxf(largest[head], __shfl_xor_sync(WHOLE, largest[head], step));
+    for (int head = 0; head < 2; head++) largest[head] = fmaxf(largest[head], __shfl_xor_sync(WHOLE, largest[head], step));
   }
   if (__any_sync(WHOLE, largest[0] > sums.largest[0] || largest[1] > sums.largest[1]))
     sums.rescale(ptx::exp2(sums.largest[0] - largest[0]), ptx::exp2(sums.largest[1] - largest[1]));
   sums.largest[0] = largest[0], sums.largest[1] = largest[1];
+  u32 p[TOKEN_TILES][2];
 #pragma unroll
   for (int i = 0; i < TOKEN_TILES; i++) {
-    u32 p[2];
 #pragma unroll
     for (int second = 0; second < 2; second++) {
       const float a = ptx::exp2(x[i][2 * second] - largest[0]), b = ptx::exp2(x[i][2 * second + 1] - largest[1]);
       sums.total[0] = fmaf(a, share[i][second], sums.total[0]);
       sums.total[1] = fmaf(b, share[i][second], sums.total[1]);
-      p[second] = ptx::transpose_matrix(Number<FP16>::pack(a * mantissa[i][second], b * mantissa[i][second]));
+      p[i][second] = ptx::transpose_matrix(Number<FP16>::pack(a * mantissa[i][second], b * mantissa[i][second]));
     }
-    sums.add(values, value_params, 16 * i, p, g, t);
   }
+#pragma unroll
+  for (int i = 0; i < TOKEN_TILES; i++) sums.add(stage + CODE_BYTES, value_params, 16 * i, p[i], g, t);
 }
 
-// Shared memory: the queries' fp32 rows first, then the rings over them, then the warps' results over both.
+// Shared memory: the warps' rings, and behind them queries and R3's scratch; then the warps' results over the rings.
 struct Result {
-  float y[HEADS][HEAD_DIM], largest[HEADS], total[HEADS];
+  float y[HEADS][PITCH], largest[HEADS], total[HEADS];
 };
-constexpr int SHARED = WARPS * RING > WARPS * static_cast<int>(sizeof(Result)) ? WARPS * RING : WARPS * sizeof(Result);
-static_assert(SHARED == SHARED_BYTES, "the launch gives what the kernel uses");
-static_assert(SHARED >= 4 * Q_FLOATS + 4 * WARPS * HEAD_DIM, "queries and the scratch of R3 fit");
+constexpr int RESULT = sizeof(Result) / 4;  // floats
+constexpr int QUERY_FLOATS = HEADS * PITCH + (Vector<HEAD_DIM>::POWER ? 0 : WARPS * HEAD_DIM);
+constexpr int SHARED_NEEDED = WARPS * RING + 4 * QUERY_FLOATS;
+static_assert(SHARED_NEEDED == SHARED_BYTES, "the launch gives what the kernel uses");
+static_assert(WARPS * RESULT * 4 <= SHARED_NEEDED && 8 * MOST_SPLITS * HEADS <= WARPS * RING, "results fit");
 
-// R3, then q's power of two; leaves fp16-rounded rows in `rows` and the exponent; heads past the last are zeros.
-DEVICE int prepare_queries(float *rows, float *scratch, float *sums, float *maxima, const u8 *q, i64 stride, int heads,
-                           bool bf16, const Turn &turn, int warp, int lane) {
-  for (int head = warp; head < HEADS; head += WARPS) {
-    Vector<HEAD_DIM> v;
+// R3, then q's power of two; leaves fp16-rounded rows in `rows` and returns the exponent; heads past the last are zeros.
+DEVICE int prepare_queries(float *rows, float *sums, float *maxima, const u8 *q, i64 stride, int heads, bool bf16,
+                           const Turn &turn, int warp, int lane) {
+  constexpr int EACH = HEADS / WARPS;
+  Vector<HEAD_DIM> v[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int head = i * WARPS + warp;
+#pragma unroll
+    for (int j = 0; j < v[i].EACH; j++) v[i].x[j] = 0;
+    if (head < heads) v[i].load(q + 2 * head * stride, bf16, lane);
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    v[i].turn(turn, rows + HEADS * PITCH + warp * HEAD_DIM, lane);
     float largest = 0;
 #pragma unroll
-    for (int i = 0; i < v.EACH; i++) v.x[i] = 0;
-    if (head < heads) {
-      v.load(q + 2 * head * stride, bf16, lane);
-      v.turn(turn, scratch + warp * HEAD_DIM, lane);
-    }
-#pragma unroll
-    for (int i = 0; i < v.EACH; i++) largest = fmaxf(largest, fabsf(v.x[i]));
+    for (int j = 0; j < v[i].EACH; j++) largest = fmaxf(largest, fabsf(v[i].x[j]));
     largest = warp_max<32>(largest);
-    v.store(rows + head * HEAD_DIM, lane);
-    if (lane == 0) maxima[head] = largest;
+    if (lane == 0) maxima[i * WARPS + warp] = largest;
   }
   __syncthreads();
   float largest = 0;
@@ -325,15 +343,17 @@ DEVICE int prepare_queries(float *rows, float *scratch, float *sums, float *maxi
   for (int head = 0; head < HEADS; head++) largest = fmaxf(largest, maxima[head]);
   const int exponent = fp16_exponent(largest);
   const float power = power_of_two(exponent);
-  for (int head = warp; head < HEADS; head += WARPS) {
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
     float sum = 0;
-    for (int i = lane; i < HEAD_DIM; i += 32) {
-      const float v = Number<FP16>::to_float(Number<FP16>::pack(rows[head * HEAD_DIM + i] * power, 0.0f));
-      rows[head * HEAD_DIM + i] = v;
-      sum += v;
+#pragma unroll
+    for (int j = 0; j < v[i].EACH; j++) {
+      v[i].x[j] = Number<FP16>::to_float(Number<FP16>::pack(v[i].x[j] * power, 0.0f));
+      sum += v[i].x[j];
     }
+    v[i].store(rows + (i * WARPS + warp) * PITCH, lane);
     sum = warp_sum(sum);
-    if (lane == 0) sums[head] = sum;
+    if (lane == 0) sums[i * WARPS + warp] = sum;
   }
   __syncthreads();
   return exponent;
@@ -349,29 +369,37 @@ DEVICE void leave(Result &to, Sums &sums, int g, int t) {
     constexpr float UNIT = 16777216.0f, SECOND = BITS == 4 ? UNIT / 16 : UNIT;
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-      to.y[2 * t + head][value_channel(i, 0, g)] = fmaf(sums.y[i][head], UNIT, -z);
-      to.y[2 * t + head][value_channel(i, 1, g)] = fmaf(sums.y[i][2 + head], SECOND, -z);
+      to.y[2 * t + head][16 * i + g] = fmaf(sums.y[i][head], UNIT, -z);
+      to.y[2 * t + head][16 * i + 8 + g] = fmaf(sums.y[i][2 + head], SECOND, -z);
     }
     if (g == 0) to.largest[2 * t + head] = sums.largest[head], to.total[2 * t + head] = sums.total[head];
   }
 }
 
-// Joins `count` results, `stride` floats apart, for one head and channel: the value relative to `largest`.
-struct Joined {
-  float y = 0, largest = NOTHING, total = 0;
-};
-template <bool SHARED_RESULTS> DEVICE Joined join(const float *results, int count, i64 stride, int head, int channel) {
-  constexpr int LARGEST = HEADS * HEAD_DIM, TOTAL = LARGEST + HEADS;
-  auto read = [](const float *from) { return SHARED_RESULTS ? *from : ptx::load_global_l2(from); };
-  Joined j;
-  for (int i = 0; i < count; i++) j.largest = fmaxf(j.largest, read(results + i * stride + LARGEST + head));
-  for (int i = 0; i < count; i++) {
-    const float *from = results + i * stride;
-    const float weight = ptx::exp2(read(from + LARGEST + head) - j.largest);
-    j.y = fmaf(read(from + head * HEAD_DIM + channel), weight, j.y);
-    j.total = fmaf(read(from + TOTAL + head), weight, j.total);
+// From `count` largest scores and sums of one head, HEADS apart, one warp makes weights in place of the first; returns
+// the common largest score and the joined sum.
+DEVICE float2 weigh(float *largest, const float *total, int count, int lane) {
+  float most = NOTHING, sum = 0;
+  for (int i = lane; i < count; i += 32) most = fmaxf(most, largest[i * HEADS]);
+  most = warp_max<32>(most);
+  for (int i = lane; i < count; i += 32) {
+    const float weight = ptx::exp2(largest[i * HEADS] - most);
+    sum = fmaf(total[i * HEADS], weight, sum);
+    largest[i * HEADS] = weight;
   }
-  return j;
+  return make_float2(most, warp_sum(sum));
+}
+
+DEVICE void add(float4 &to, float4 v, float weight) {
+  to.x = fmaf(v.x, weight, to.x), to.y = fmaf(v.y, weight, to.y);
+  to.z = fmaf(v.z, weight, to.z), to.w = fmaf(v.w, weight, to.w);
+}
+
+// Four values of the output, from position `at` of a head on.
+DEVICE void store_output(u16 *head, int at, float4 y, float total, bool bf16) {
+  const float inverse = total > 0 ? 1.0f / total : 0.0f;
+  head[channel_of(at)] = to_half(y.x * inverse, bf16), head[channel_of(at + 1)] = to_half(y.y * inverse, bf16);
+  head[channel_of(at + 2)] = to_half(y.z * inverse, bf16), head[channel_of(at + 3)] = to_half(y.w * inverse, bf16);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
@@ -379,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
           const int *padding, u8 *out, float *parts, u32 *arrivals, TURN_PARAMETERS, i64 q_batch, i64 q_head, int heads,
           int kv_heads, int table_width, int splits, int window, int bf16, float scale, float softcap) {
   extern __shared__ __align__(128) u8 shared[];
-  __shared__ float q_sums[HEADS], q_maxima[HEADS];
+  __shared__ float head_a[HEADS], head_b[HEADS], weights[2][WARPS][HEADS];
   __shared__ u32 arrived;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int group = heads / kv_heads, tiles_of_heads = (group + HEADS - 1) / HEADS;
@@ -397,29 +425,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
   const int begin = tile0 + static_cast<int>(static_cast<i64>(tiles) * split / splits);
   const int end = tile0 + static_cast<int>(static_cast<i64>(tiles) * (split + 1) / splits);
 
-  float *rows = reinterpret_cast<float *>(shared);
-  const int exponent = prepare_queries(rows, rows + Q_FLOATS, q_sums, q_maxima,
-                                       query + 2 * (sequence * q_batch + head0 * q_head), q_head, here, bf16,
-                                       TURN_ARGUMENTS, warp, lane);
+  const u32 ring = ptx::shared_address(shared) + warp * RING;
+  const Problem problem{codes, params, block_table + static_cast<i64>(sequence) * table_width, kv_head, kv_heads};
+  int tile = begin + warp, pages[STAGES];
+#pragma unroll
+  for (int i = 0; i < STAGES; i++) pages[i] = tile + i * WARPS < end ? problem.pages[(tile + i * WARPS) * TILE / PAGE] : 0;
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) {
+    if (tile + i * WARPS < end) problem.fetch(ring + i * STAGE, tile + i * WARPS, pages[i], lane);
+    ptx::copy_async_commit();
+  }
+
+  float *rows = reinterpret_cast<float *>(shared + WARPS * RING);
+  const int exponent = prepare_queries(rows, head_a, head_b, query + 2 * (sequence * q_batch + head0 * q_head), q_head,
+                                       here, bf16, TURN_ARGUMENTS, warp, lane);
   Queries q;
   q.make(rows, g, t);
   view.softcap = softcap;
   view.unit = scale * LOG2E * 16777216.0f * power_of_two(-exponent);
-  view.sums[0] = q_sums[2 * t] / 16777216.0f, view.sums[1] = q_sums[2 * t + 1] / 16777216.0f;
-  __syncthreads();
+  view.sums[0] = head_a[2 * t] / 16777216.0f, view.sums[1] = head_a[2 * t + 1] / 16777216.0f;
 
-  const u32 ring = ptx::shared_address(shared) + warp * RING;
-  const Problem problem{codes, params, block_table + static_cast<i64>(sequence) * table_width, kv_head, kv_heads};
   Sums sums;
   sums.clear();
-  int tile = begin + warp;
-#pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) {
-    const int ahead = tile + i * WARPS;
-    if (ahead < end) problem.fetch(ring + i * STAGE, ahead, problem.pages[ahead * TILE / PAGE], lane);
-    ptx::copy_async_commit();
-  }
-  int ahead = tile + (STAGES - 1) * WARPS, page = ahead < end ? problem.pages[ahead * TILE / PAGE] : 0;
+  int ahead = tile + (STAGES - 1) * WARPS, page = pages[STAGES - 1];
   for (int at = 0, to = STAGES - 1; tile < end; tile += WARPS) {
     ptx::copy_async_wait<STAGES - 2>();
     __syncwarp();
@@ -427,7 +455,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     ptx::copy_async_commit();
     ahead += WARPS;
     if (ahead < end) page = problem.pages[ahead * TILE / PAGE];
-    attend(sums, ring + at * STAGE, tile, view, q, g, t);
+    if (softcap <= 0 && tile * TILE >= view.begin && tile * TILE + TILE <= view.end)
+      attend<true>(sums, ring + at * STAGE, tile, view, q, lane);
+    else
+      attend<false>(sums, ring + at * STAGE, tile, view, q, lane);
     at = at + 1 == STAGES ? 0 : at + 1, to = to + 1 == STAGES ? 0 : to + 1;
   }
   ptx::copy_async_wait<0>();
@@ -435,20 +466,33 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
   Result *results = reinterpret_cast<Result *>(shared);
   leave(results[warp], sums, g, t);
   __syncthreads();
-
-  constexpr i64 SIZE = sizeof(Result) / 4;
+  if (threadIdx.x < WARPS * HEADS) {
+    weights[0][lane / HEADS][lane % HEADS] = results[lane / HEADS].largest[lane % HEADS];
+    weights[1][lane / HEADS][lane % HEADS] = results[lane / HEADS].total[lane % HEADS];
+  }
+  __syncthreads();
   const i64 row = static_cast<i64>(sequence) * (kv_heads * tiles_of_heads) + unit;
-  u16 *to = reinterpret_cast<u16 *>(out) + (static_cast<i64>(sequence) * heads + head0) * HEAD_DIM;
-  float *part = parts + (row * splits + split) * SIZE;
-  for (int i = threadIdx.x; i < here * HEAD_DIM; i += 32 * WARPS) {
-    const int head = i / HEAD_DIM, channel = i % HEAD_DIM;
-    const Joined j = join<true>(&results->y[0][0], WARPS, SIZE, head, channel);
-    if (splits == 1) {
-      to[i] = to_half(j.total > 0 ? j.y / j.total : 0.0f, bf16);
-    } else {
-      part[i] = j.y;
-      if (channel == 0) part[HEADS * HEAD_DIM + head] = j.largest, part[HEADS * HEAD_DIM + HEADS + head] = j.total;
+  float *part = parts + (row * splits + split) * RESULT;
+  for (int head = warp; head < here; head += WARPS) {
+    const float2 joined = weigh(&weights[0][0][head], &weights[1][0][head], WARPS, lane);
+    if (lane == 0) {
+      head_a[head] = joined.y;
+      if (splits > 1) part[HEADS * PITCH + head] = joined.x, part[HEADS * PITCH + HEADS + head] = joined.y;
     }
+  }
+  __syncthreads();
+  constexpr int QUADS = HEAD_DIM / 4;
+  u16 *to = reinterpret_cast<u16 *>(out) + (static_cast<i64>(sequence) * heads + head0) * HEAD_DIM;
+  for (int i = threadIdx.x; i < here * QUADS; i += 32 * WARPS) {
+    const int head = i / QUADS, at = i % QUADS * 4;
+    float4 y = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+      add(y, *reinterpret_cast<const float4 *>(&results[w].y[head][at]), weights[0][w][head]);
+    if (splits == 1)
+      store_output(to + head * HEAD_DIM, at, y, head_a[head], bf16);
+    else
+      *reinterpret_cast<float4 *>(part + head * PITCH + at) = y;
   }
   if (splits == 1) return;
   __threadfence();
@@ -456,9 +500,26 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
   if (threadIdx.x == 0) arrived = atomicInc(arrivals + row, splits - 1);  // back to 0 with the last
   __syncthreads();
   if (arrived != static_cast<u32>(splits) - 1) return;
+
   __threadfence();
-  for (int i = threadIdx.x; i < here * HEAD_DIM; i += 32 * WARPS) {
-    const Joined j = join<false>(parts + row * splits * SIZE, splits, SIZE, i / HEAD_DIM, i % HEAD_DIM);
-    to[i] = to_half(j.total > 0 ? j.y / j.total : 0.0f, bf16);
+  part = parts + row * splits * RESULT;
+  float *largest = reinterpret_cast<float *>(shared), *total = largest + splits * HEADS;
+  for (int i = threadIdx.x; i < splits * 2 * HEADS; i += 32 * WARPS) {
+    const int from = i / (2 * HEADS), which = i % (2 * HEADS);
+    (which < HEADS ? largest : total)[from * HEADS + which % HEADS] = ptx::load_global_l2(part + from * RESULT + HEADS * PITCH + which);
+  }
+  __syncthreads();
+  for (int head = warp; head < here; head += WARPS) {
+    const float2 joined = weigh(largest + head, total + head, splits, lane);
+    if (lane == 0) head_a[head] = joined.y;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < here * QUADS; i += 32 * WARPS) {
+    const int head = i / QUADS, at = i % QUADS * 4;
+    float4 y = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+    for (int j = 0; j < splits; j++)
+      add(y, ptx::load_global_l2_16(part + j * RESULT + head * PITCH + at), largest[j * HEADS + head]);
+    store_output(to + head * HEAD_DIM, at, y, head_a[head], bf16);
   }
 }

@@ -34,12 +34,12 @@ DEVICE void fetch(u32 to, const Cache &cache, int tile) {
   ptx::copy_async_commit();
 }
 
-// Codes to values: rows of PITCH halves.
-DEVICE void expand(u32 to, u32 codes, u32 params) {
+// Codes to values: rows of PITCH halves. Rows outside of [begin, end) become zeros: what was never written may be NaN.
+DEVICE void expand(u32 to, u32 codes, u32 params, int begin, int end) {
   constexpr int CHUNKS = HEAD_DIM / 8;  // of eight channels, of a row
   for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += THREADS) {
     const int row = i / CHUNKS, chunk = i % CHUNKS;
-    const Affine affine(ptx::load_shared_4(params + 4 * row));
+    const Affine affine(row >= begin && row < end ? ptx::load_shared_4(params + 4 * row) : 0);
     ptx::store_shared_16(to + 2 * (row * PITCH + 8 * chunk), affine.eight(codes + row * ROW + chunk * BITS));
   }
 }
@@ -83,8 +83,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     ptx::copy_async_wait<0>();
     __syncthreads();
     if (tile + 1 < tiles) fetch(base + RAW_AT + (stage ^ 1) * RAW, cache, tile + 1);
-    expand(base + K_AT, raw, raw + 2 * CODE_BYTES);
-    expand(base + V_AT, raw + CODE_BYTES, raw + 2 * CODE_BYTES + 4 * TOKENS);
+    const int begin = padded - tile * TOKENS, stop = until - tile * TOKENS;
+    expand(base + K_AT, raw, raw + 2 * CODE_BYTES, begin, stop);
+    expand(base + V_AT, raw + CODE_BYTES, raw + 2 * CODE_BYTES + 4 * TOKENS, begin, stop);
     __syncthreads();
 
     float x[TILES][4] = {};

@@ -14,15 +14,24 @@ DEVICE u32 load_shared_1(u32 address) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
+DEVICE void store_shared_4(u32 address, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 DEVICE void store_shared_16(u32 address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 
-// What another block of this launch wrote: from the L2, since this multiprocessor's L1 may hold an older line.
+// What another block of this launch wrote: from the L2, since this multiprocessor's L1 may hold an older line. The
+// caller's fence orders it; without "memory" several can be on their way.
 DEVICE float load_global_l2(const float *from) {
   float v;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
+DEVICE float4 load_global_l2_16(const float *from) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
   return v;
 }
 

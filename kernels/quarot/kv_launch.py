@@ -73,15 +73,15 @@ def append(
     """
     kv_checks.append(k, v, codes, params, block_table, start, transform, clip_k, clip_v, bits)
     batch, heads, tokens, size = k.shape
-    rows = batch * tokens * heads * 2
-    if rows == 0:
+    if k.numel() == 0:
         return
     index = k.get_device()
     with torch.cuda.device(index):
+        card = launch.device(index)
         launch.start(
-            launch.device(index),
+            card,
             kv_tiles.append_entry(size),
-            -(-rows // kv_tiles.APPEND_ROWS),
+            (kv_tiles.append_blocks(batch, tokens * heads * 2, card.multiprocessors), batch),
             32 * kv_tiles.APPEND_ROWS,
             0,
             ops._current_stream(index),
@@ -94,7 +94,6 @@ def append(
             *_turn(transform, size, index),
             *k.stride()[:3],
             *v.stride()[:3],
-            _int(batch),
             _int(heads),
             _int(tokens),
             _int(block_table.shape[1]),

@@ -14,10 +14,12 @@ MOST_SPLITS = 64
 
 
 def decode_shared(head_dim: int, bits: int) -> int:
-    """Return the bytes of shared memory of a decode block: rings of copies, then the warps' results."""
+    """Return the bytes of shared memory of a decode block: rings of copies, queries, scratch of R3."""
     row = kv_layout.row_bytes(head_dim, bits)
     tile, stages = (32 if row <= 96 else 16), (3 if row <= 128 else 2)
-    return WARPS * max(stages * tile * (2 * row + 2 * kv_layout.PARAM_BYTES), result_bytes(head_dim))
+    scratch = 0 if head_dim & (head_dim - 1) == 0 else WARPS * head_dim
+    rings = WARPS * stages * tile * 2 * (row + kv_layout.PARAM_BYTES)
+    return rings + 4 * (HEADS * (head_dim + 4) + scratch)
 
 
 def prefill_shared(head_dim: int, bits: int) -> int:
@@ -29,7 +31,12 @@ def prefill_shared(head_dim: int, bits: int) -> int:
 
 def result_bytes(head_dim: int) -> int:
     """Return the bytes of the sums of eight heads over a part of the context."""
-    return 4 * HEADS * (head_dim + 2)
+    return 4 * HEADS * (head_dim + 4 + 2)
+
+
+def append_blocks(batch: int, rows: int, multiprocessors: int) -> int:
+    """Return how many blocks share one sequence's rows (token, head, K or V): four rounds of a full card."""
+    return max(1, min(-(-rows // APPEND_ROWS), 4 * 8 * multiprocessors // batch))
 
 
 def splits(rows: int, slots: int, multiprocessors: int) -> int:
@@ -49,7 +56,8 @@ def files(arch: str) -> Iterator[File]:
         yield File("kv_append.cu", entry, (f"ENTRY={entry}", f"HEAD_DIM={size}"), hot=False)
         for bits in kv_layout.BITS:
             entry = decode_entry(size, bits)
-            yield File("kv_decode.cu", entry, _defines(entry, size, bits, decode_shared(size, bits)))
+            defines = (*_defines(entry, size, bits, decode_shared(size, bits)), f"MOST_SPLITS={MOST_SPLITS}")
+            yield File("kv_decode.cu", entry, defines)
             entry = prefill_entry(size, bits)
             yield File("kv_prefill.cu", entry, _defines(entry, size, bits, prefill_shared(size, bits)))
 
