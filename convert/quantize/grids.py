@@ -64,13 +64,26 @@ def search(weights: torch.Tensor, scheme: QuantScheme, importance: torch.Tensor 
     scales = torch.empty(len(bounds), columns, dtype=torch.float32, device=weights.device)
     zeros = torch.empty_like(scales)
     limit = CHUNK if weights.device.type == "cpu" else CHUNK_CUDA
-    for g, (start, stop) in enumerate(bounds):
-        heed = None if importance is None else _normal(importance[start:stop])
+    for first, last in _runs(bounds, columns, limit):
+        start, stop, size = bounds[first][0], bounds[last - 1][1], bounds[first][1] - bounds[first][0]
+        heed = None
+        if importance is not None:
+            heed = torch.stack([_normal(part) for part in importance[start:stop].split(size)])
         width = max(64, limit // (stop - start))
         for n in range(0, columns, width):
-            part = weights[start:stop, n : n + width]
-            scales[g, n : n + width], zeros[g, n : n + width] = _best(part.contiguous(), scheme, heed)
+            part = weights[start:stop, n : n + width].unflatten(0, (last - first, size))
+            here = slice(first, last), slice(n, n + width)
+            scales[here], zeros[here] = _best(part.contiguous(), scheme, heed)
     return Grid(scales, zeros)
+
+
+def _runs(bounds: list[tuple[int, int]], columns: int, limit: int) -> list[tuple[int, int]]:
+    """Cut the groups into runs of equally long ones that are searched side by side: (first, end)."""
+    size = bounds[0][1] - bounds[0][0]
+    together = max(1, limit // (size * columns))
+    whole = len(bounds) if bounds[-1][1] - bounds[-1][0] == size else len(bounds) - 1
+    runs = [(first, min(first + together, whole)) for first in range(0, whole, together)]
+    return runs if whole == len(bounds) else [*runs, (whole, len(bounds))]
 
 
 def _normal(importance: torch.Tensor) -> torch.Tensor:
@@ -84,8 +97,11 @@ def _normal(importance: torch.Tensor) -> torch.Tensor:
 def _best(
     part: torch.Tensor, scheme: QuantScheme, heed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Search one group, (g, n): coarse over all ratios, then finer steps around each column's own best."""
-    low, high = part.amin(0), part.amax(0)
+    """Search groups (c, g, n): coarse over all ratios, then finer steps around each column's own best.
+
+    ``heed`` (c, g). Returns scales and zeros (c, n).
+    """
+    low, high = part.amin(1), part.amax(1)
     _refuse_huge(torch.maximum(high, -low), scheme)
     held = torch.full_like(low, math.inf)
     ratio, scale, zero = torch.ones_like(low), torch.ones_like(low), torch.zeros_like(low)
@@ -113,17 +129,18 @@ def _error(
     heed: torch.Tensor | None,
     scratch: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the weighted squared error of each column."""
+    """Return the weighted squared error of each column (c, n)."""
     levels = (1 << scheme.bits) - 1
+    scale = scale.unsqueeze(1)
     torch.div(part, scale, out=scratch)
     scratch.round_()
     if scheme.sym:
         scratch.clamp_(-scheme.midpoint, levels - scheme.midpoint)
     else:
-        scratch.add_(zero).clamp_(0, levels).sub_(zero)
+        scratch.add_(zero.unsqueeze(1)).clamp_(0, levels).sub_(zero.unsqueeze(1))
     scratch.mul_(scale).sub_(part)
     scratch.mul_(scratch)
-    return scratch.sum(0) if heed is None else heed @ scratch
+    return scratch.sum(1) if heed is None else (heed.unsqueeze(1) @ scratch).squeeze(1)
 
 
 def _affine(low: torch.Tensor, high: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:

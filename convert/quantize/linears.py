@@ -89,13 +89,16 @@ def _stack(
 ) -> dict[str, tuple[Quantized, torch.Tensor]]:
     scheme = schemes[next(iter(weights))]
     joined = torch.cat([w.float().T for w in weights.values()], dim=1)
-    heed = statistics.importance() if statistics is not None and statistics.tokens else None
+    factored, notes = _factored(scheme, statistics, settings)
     try:
-        grid = grids.search(joined, scheme, heed)
+        grid = grids.search(joined, scheme, _importance(statistics, factored))
     except W4PackError as err:
         err.where = ", ".join(weights)
         raise
-    solved, notes = _solve(joined, grid, scheme, statistics, settings)
+    solved = None
+    if factored is not None and statistics is not None:
+        shift, strength = statistics.mean_shift(), settings.strength
+        solved = gptq.solve(joined, factored, grid, scheme, shift=shift, strength=strength)
     rounded = grids.nearest(joined, grid, scheme)
     codes = rounded if solved is None else solved.codes
     made: dict[str, tuple[Quantized, torch.Tensor]] = {}
@@ -116,30 +119,25 @@ def _stack(
     return made
 
 
-def _solve(
-    joined: torch.Tensor,
-    grid: Grid,
-    scheme: QuantScheme,
-    statistics: Statistics | None,
-    settings: Settings,
-) -> tuple[gptq.Solved | None, str | None]:
-    """Run GPTQ. Returns its result, or None and the reason why the linears are rounded to nearest."""
+def _factored(
+    scheme: QuantScheme, statistics: Statistics | None, settings: Settings
+) -> tuple[gptq.Factored | None, str | None]:
+    """Return the factored Hessian, or None and the reason why the linears are rounded to nearest."""
     if settings.method == "rtn":
         return None, None
     tokens = statistics.tokens if statistics is not None else 0
     fewest = max(FEWEST, scheme.in_features // 4)
     if statistics is None or (tokens < fewest and statistics.routed):
         return None, f"{tokens} tokens, fewer than {fewest}"
-    solved = gptq.solve(
-        joined,
-        statistics.hessian(),
-        grid,
-        scheme,
-        damping=settings.damping,
-        shift=statistics.mean_shift(),
-        strength=settings.strength,
-    )
-    return solved, None if solved is not None else "the Hessian cannot be factored at any damping"
+    found = gptq.factored(statistics.hessian(), settings.damping)
+    return found, None if found is not None else "the Hessian cannot be factored at any damping"
+
+
+def _importance(statistics: Statistics | None, factored: gptq.Factored | None) -> torch.Tensor | None:
+    """Return what errors of each input cost (K,), for the search: after GPTQ's corrections where it runs."""
+    if factored is not None:
+        return factored.importance()
+    return statistics.importance() if statistics is not None and statistics.tokens else None
 
 
 def _better(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -178,6 +180,12 @@ def test_f71_damping_grows_tenfold_until_it_works() -> None:
 # ---- GPTQ ------------------------------------------------------------------------------------------------
 
 
+def solve(weights: torch.Tensor, h: torch.Tensor, grid: Grid, s: QuantScheme, **more: Any) -> gptq.Solved:
+    found = gptq.factored(h, 0.01)
+    assert found is not None
+    return gptq.solve(weights, found, grid, s, **more)
+
+
 def slow_gptq(weights: np.ndarray, h: np.ndarray, grid: Grid, s: QuantScheme, damping: float) -> np.ndarray:
     """Choose codes one input after another, with the inverse of what is left of H made anew each time."""
     k, _ = weights.shape
@@ -205,8 +213,7 @@ def test_codes_are_those_of_the_slow_form(sym: bool, bits: int, group: int) -> N
     s = scheme(160, 24, bits=bits, group=group, sym=sym)
     h = inputs.double().T @ inputs.double() / 512
     grid = grids.search(weights, s, h.diagonal().float())
-    found = gptq.solve(weights, h.float(), grid, s, damping=0.01)
-    assert found is not None
+    found = solve(weights, h.float(), grid, s)
     slow = slow_gptq(weights.double().numpy(), h.numpy(), grid, s, 0.01)
     differ = found.codes.numpy() != slow
     # float32 moves a weight across a rounding border now and then, and what follows in that column with it
@@ -227,16 +234,34 @@ def test_an_input_that_is_always_zero_costs_nothing_and_is_counted() -> None:
     s = scheme(64, 8)
     h = inputs.T @ inputs / 512
     grid = grids.search(weights, s)
-    found = gptq.solve(weights, h, grid, s, damping=0.01)
-    assert found is not None and found.dead == 1
+    found = solve(weights, h, grid, s)
+    assert found.dead == 1
     assert torch.equal(found.codes[5], torch.full((8,), 8, dtype=torch.uint8))
 
 
 def test_f71_a_hessian_of_zeros_rounds_everything_to_zero_and_does_not_fail() -> None:
     weights, _ = drawn(64, 8)
     s = scheme(64, 8)
-    found = gptq.solve(weights, torch.zeros(64, 64), grids.search(weights, s), s, damping=0.01)
-    assert found is not None and found.dead == 64
+    found = solve(weights, torch.zeros(64, 64), grids.search(weights, s), s)
+    assert found.dead == 64
+
+
+def test_importance_is_what_is_left_of_an_error_once_later_inputs_made_up_for_it() -> None:
+    _, inputs = drawn(48, 8)
+    inputs[:, 7] = 0
+    h = (inputs.double().T @ inputs.double() / 512).numpy()
+    found = gptq.factored(torch.from_numpy(h).float(), 0.01)
+    assert found is not None
+    damped = h.copy()
+    damped[7, 7] = 1.0
+    damped += 0.01 * np.diag(damped).mean() * np.eye(48)
+    order = list(found.order.numpy())
+    for place, j in enumerate(order):
+        later = order[place + 1 :]
+        alone = damped[j, j]
+        if later:  # the Schur complement of the inputs behind it
+            alone -= damped[j, later] @ np.linalg.solve(damped[np.ix_(later, later)], damped[later, j])
+        assert float(found.importance()[j]) == pytest.approx(0.0 if j == 7 else alone, rel=1e-3)
 
 
 def test_the_shift_brings_outputs_nearer_to_those_of_the_source() -> None:
@@ -248,16 +273,8 @@ def test_the_shift_brings_outputs_nearer_to_those_of_the_source() -> None:
     grid = grids.search(weights, s, statistics.importance())
 
     def lost(strength: float) -> float:
-        found = gptq.solve(
-            weights,
-            statistics.hessian(),
-            grid,
-            s,
-            damping=0.01,
-            shift=statistics.mean_shift(),
-            strength=strength,
-        )
-        assert found is not None
+        shift = statistics.mean_shift()
+        found = solve(weights, statistics.hessian(), grid, s, shift=shift, strength=strength)
         return float((seen @ grids.dequantize(found.codes, grid, s) - source @ weights).square().sum())
 
     assert lost(1.0) < lost(0.5) < lost(0.0)
