@@ -133,7 +133,7 @@ quantize_options = _options(
     click.option("--samples", type=click.IntRange(1), help="Windows of text; 128 by default."),
     click.option("--seqlen", type=click.IntRange(2), help="Tokens of a window; 2048 by default."),
     click.option(
-        "--damp", type=float, help="Damping, a share of the Hessian's mean diagonal; 0.01 by default."
+        "--damp", type=float, help="Damping, a share of the Hessian's mean diagonal; 0.03 by default."
     ),
     click.option(
         "--act-bits",

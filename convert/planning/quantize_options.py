@@ -38,7 +38,7 @@ class QuantizeOptions:
     calibration: str | None = None
     samples: int = 128
     seqlen: int = 2048
-    damp: float = 0.01
+    damp: float = 0.03
     act_bits: int = 16
     kv_bits: int = 16
 
