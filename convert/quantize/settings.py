@@ -13,5 +13,5 @@ class Settings:
     """
 
     method: str = "gptq"
-    damping: float = 0.01
+    damping: float = 0.03
     strength: float = 0.0
