@@ -76,14 +76,18 @@ def convert(row: Row, given: argparse.Namespace, out: Path) -> dict[str, Any]:
     )
     options = ConvertOptions(rotate=row.rotate, seed=row.seed, quantize=asked)
     started, used = time.monotonic(), time.process_time()
-    report = api.convert(given.src, out, options=options, running=Running(threads=given.threads))
+    report = api.convert(
+        given.src, out, options=options, running=Running(threads=given.threads, device=given.device)
+    )
     bits = (report.plan.quantization or {})["bits_per_weight"]
     return {"bits": bits, "seconds": time.monotonic() - started, "cpu": time.process_time() - used}
 
 
 def measure(path: str | Path, given: argparse.Namespace) -> list[float]:
     """Return the mean nats of each window."""
-    value = evaluate(path, given.text, windows=WINDOWS, seqlen=SEQLEN, workers=given.threads)
+    value = evaluate(
+        path, given.text, windows=WINDOWS, seqlen=SEQLEN, workers=given.threads, device=given.device
+    )
     nats: list[float] = value["window_nats"]
     return nats
 
@@ -180,6 +184,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=lambda s: [int(i) for i in s.split(",")], default=[0, 1, 2])
     parser.add_argument("--only", action="append", default=[], help="a row's name, e.g. `rotated gptaq g64`")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     given = parser.parse_args()
     folder = Path(given.work)
     folder.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ class Statistics:
         for start in range(0, features, BAND):
             self.sum[start : start + BAND, start:] += _product(x[:, start : start + BAND], x[:, start:])
         if self.shift is not None and reference is not None:
-            self.shift += _product(reference.float() - x.float(), x.float())
+            self.shift += _product((reference.float() - x.float()).to(x.dtype), x)
         self.tokens += x.shape[0]
 
     def hessian(self) -> torch.Tensor:

@@ -171,10 +171,23 @@ def _finish(
     codes: torch.Tensor, grid: Grid, scheme: QuantScheme, report: dict[str, Any]
 ) -> tuple[Quantized, torch.Tensor]:
     weights = grids.dequantize(codes, grid, scheme).T.contiguous()
-    words = bitpack.pack_rows(np.ascontiguousarray(codes.cpu().numpy()), scheme.bits)
+    words = words_of(codes, scheme.bits)
     zeros = None if scheme.sym else grid.zeros.to(torch.uint8).cpu().numpy()
     params = GroupParams(carrier(grid.scales, scheme.scale_dtype), zeros, None)
     return Quantized(scheme, words, params, report), weights
+
+
+def words_of(codes: torch.Tensor, bits: int) -> NDArray[np.uint32]:
+    """Pack codes uint8 (K, N) to canonical words (K * bits / 32, N), where they lie."""
+    if codes.device.type == "cpu":
+        return bitpack.pack_rows(np.ascontiguousarray(codes.numpy()), bits)
+    per_word, (rows, columns) = 32 // bits, codes.shape
+    padded = torch.nn.functional.pad(codes, (0, 0, 0, -rows % per_word)).view(-1, per_word, columns)
+    words = torch.zeros(padded.shape[0], columns, dtype=torch.int32, device=codes.device)
+    for place in range(per_word):
+        words |= padded[:, place].int() << (bits * place)
+    found: NDArray[np.uint32] = words.cpu().numpy().view(np.uint32)
+    return found
 
 
 def carrier(values: torch.Tensor, tag: str) -> NDArray[Any]:

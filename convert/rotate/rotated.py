@@ -16,6 +16,7 @@ from w4pack.convert.rotate.steps import Center, Divide, Fill, Gain, Shift, Turn,
 from w4pack.convert.rotate.transform import rotate
 
 BAND = 1 << 18  # float64 elements worked on at a time where a tensor can be cut: 2 MiB, which caches hold
+BAND_CUDA = 1 << 25  # enough to keep a GPU busy
 
 
 Other = Center | Turn | Shift | Divide | Fill  # steps that need nothing but the tensor and the source
@@ -85,7 +86,8 @@ class Rotated:
         if values.dim() != 2 or not free:
             return [(values, made)]
         axis = min(free)
-        width = max(BAND // max(values.shape[1 - axis], 1), 1)
+        band = BAND if self.device.type == "cpu" else BAND_CUDA
+        width = max(band // max(values.shape[1 - axis], 1), 1)
         return zip(torch.split(values, width, axis), torch.split(made, width, axis), strict=True)
 
     def _one(self, values: torch.Tensor, step: Other, name: str) -> torch.Tensor:
