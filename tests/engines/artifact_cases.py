@@ -231,6 +231,7 @@ FLAGS: tuple[tuple[str, str, dict[str, Any], str, str], ...] = (
     ("reload-experts", EXPERTS, {"reload": True}, "equal", ""),
     ("reload-loader", PLAIN, {"reload": True, "loader": "w4pack"}, "equal", ""),
     ("dummy", EXPERTS, {"loader": "dummy"}, "wrong", ""),
+    ("preload", DENSE, {"loader": "ipc_cache"}, "equal", ""),
     (
         "quantized-again",
         PLAIN,

@@ -6,7 +6,7 @@ Where vLLM is installed they are not used: ``classes`` then returns nothing to p
 import enum
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -63,23 +63,113 @@ def apply_moe_activation(activation: Activation, out: torch.Tensor, both: torch.
     out.copy_(functional.silu(gate) * up)
 
 
+class Config:
+    """As ``QuantizationConfig``."""
+
+    def __init__(self) -> None:
+        self.packed_modules_mapping: dict[str, list[str]] = {}
+
+
+class Unquantized:
+    """As ``UnquantizedLinearMethod``."""
+
+
+class Head(nn.Module):
+    """As ``ParallelLMHead``."""
+
+
+class Loader:
+    """As ``DefaultModelLoader``."""
+
+
+METHODS: list[str] = []
+REGISTERED: dict[str, type] = {}
+LOADERS: dict[str, type] = {}
+
+
+def register_quantization_config(name: str) -> Callable[[type], type]:
+    """As the engine's."""
+
+    def register(cls: type) -> type:
+        METHODS.append(name)
+        REGISTERED[name] = cls
+        return cls
+
+    return register
+
+
+def register_model_loader(name: str) -> Callable[[type], type]:
+    """As the engine's."""
+
+    def register(cls: type) -> type:
+        LOADERS[name] = cls
+        return cls
+
+    return register
+
+
+SETTINGS = SimpleNamespace(
+    load_config=SimpleNamespace(load_format="auto"),
+    parallel_config=SimpleNamespace(enable_expert_parallel=False),
+)
+LAYERS = "vllm.model_executor.layers"
+MODULES: dict[str, dict[str, Any]] = {
+    "vllm": {"__version__": "0.32.0"},
+    "vllm.config": {"get_current_vllm_config": lambda: SETTINGS},
+    "vllm.distributed": {
+        "get_tensor_model_parallel_world_size": lambda: 1,
+        "get_pp_group": lambda: SimpleNamespace(world_size=1),
+    },
+    "vllm.model_executor": {},
+    "vllm.model_executor.utils": {"is_weights_pre_processed": lambda: False},
+    "vllm.model_executor.model_loader": {
+        "DefaultModelLoader": Loader,
+        "register_model_loader": register_model_loader,
+        "_LOAD_FORMAT_TO_MODEL_LOADER": LOADERS,
+    },
+    LAYERS: {},
+    f"{LAYERS}.linear": {
+        "LinearMethodBase": object,
+        "LinearBase": Linear,
+        "UnquantizedLinearMethod": Unquantized,
+    },
+    f"{LAYERS}.quantization": {
+        "QUANTIZATION_METHODS": METHODS,
+        "register_quantization_config": register_quantization_config,
+    },
+    f"{LAYERS}.quantization.base_config": {"QuantizationConfig": Config, "QuantizeMethodBase": object},
+    f"{LAYERS}.vocab_parallel_embedding": {"ParallelLMHead": Head},
+    f"{LAYERS}.fused_moe": {
+        "FusedMoEMethodBase": MoEMethod,
+        "MoEActivation": Activation,
+        "RoutedExperts": Experts,
+    },
+    f"{LAYERS}.fused_moe.activation": {"apply_moe_activation": apply_moe_activation},
+}
+
+
+def is_installed() -> bool:
+    """Tell whether the engine itself is here."""
+    return importlib.util.find_spec("vllm") is not None
+
+
 @contextmanager
-def engine() -> Iterator[None]:
-    """Put the stand-ins in the place of vLLM's modules, and take our modules that saw them away again."""
-    if importlib.util.find_spec("vllm") is not None:
+def engine(*, without: str | None = None, version: str = "0.32.0") -> Iterator[None]:
+    """Put the stand-ins in the place of vLLM's modules, and take our modules that saw them away again.
+
+    without  a class that this release does not have
+    """
+    if is_installed():
         yield
         return
     before = set(sys.modules)
-    base = "vllm.model_executor.layers"
-    made = {name: ModuleType(name) for name in ("vllm", "vllm.model_executor", base, f"{base}.linear")}
-    made |= {name: ModuleType(name) for name in (f"{base}.fused_moe", f"{base}.fused_moe.activation")}
-    made |= {name: ModuleType(name) for name in ("vllm.model_executor.utils",)}
-    made[f"{base}.linear"].LinearMethodBase = object  # type: ignore[attr-defined]
-    made["vllm.model_executor.utils"].is_weights_pre_processed = lambda: False  # type: ignore[attr-defined]
-    moe = {"FusedMoEMethodBase": MoEMethod, "MoEActivation": Activation, "RoutedExperts": Experts}
-    vars(made[f"{base}.fused_moe"]).update(moe)
-    made[f"{base}.fused_moe.activation"].apply_moe_activation = apply_moe_activation  # type: ignore[attr-defined]
-    sys.modules.update(made)
+    METHODS.clear(), REGISTERED.clear(), LOADERS.clear()
+    LOADERS["auto"] = Loader
+    for name, content in MODULES.items():
+        module = ModuleType(name)
+        vars(module).update({key: value for key, value in content.items() if key != without})
+        sys.modules[name] = module
+    sys.modules["vllm"].__version__ = version  # type: ignore[attr-defined]
     try:
         yield
     finally:

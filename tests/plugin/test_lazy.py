@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from w4pack.kernels import transfer  # noqa: E402
 from w4pack.kernels.vllm import lazy  # noqa: E402
-from w4pack.kernels.vllm.lazy import FileTensor, Ledger  # noqa: E402
+from w4pack.kernels.vllm.lazy import FileTensor, Ledger, Watch  # noqa: E402
 
 Tensors = dict[str, torch.Tensor]
 
@@ -120,3 +120,56 @@ def test_attributes_of_an_engine_stay_on_the_tensor(file: Path) -> None:
     files["half"].shard_id = "q"
     assert files["half"].shard_id == "q"
     assert not hasattr(files["half"].detach(), "shard_id")
+
+
+# ---- while a model's code takes tensors ---------------------------------------------------------------
+
+
+IN_PLACE: dict[str, Callable[[torch.Tensor], object]] = {
+    "computed from itself": lambda t: t.copy_(-torch.exp(t.float())),
+    "in place": lambda t: t.mul_(3),
+    "read": lambda t: float(t.sum()),
+    "through a view": lambda t: t.view(-1)[2:9].add_(1),
+    "overwritten": lambda t: t.fill_(2),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_weight_that_is_changed_as_soon_as_it_is_copied(name: str, file: Path) -> None:
+    ledger, files, real = opened(file)
+    target, other = torch.zeros(6, 10, dtype=torch.float16), torch.zeros(12, 40, dtype=torch.int32)
+    with Watch(ledger):
+        other.copy_(files["words"])
+        target.copy_(files["half"])
+        found = IN_PLACE[name](target)
+    ledger.execute()
+    wanted = real["half"].clone()
+    assert found == IN_PLACE[name](wanted) if name == "read" else IN_PLACE[name](wanted) is not None
+    assert torch.equal(target, wanted)
+    assert torch.equal(other, real["words"])
+
+
+def test_copies_and_views_alone_bring_nothing(file: Path) -> None:
+    ledger, files, _ = opened(file)
+    target = torch.zeros(12, 40, dtype=torch.int32)
+    with Watch(ledger):
+        target.narrow(0, 0, 4).copy_(files["words"].narrow(0, 0, 4))
+        target[4:].copy_(files["words"][4:])
+        torch.zeros(3).add_(1)  # nothing waits for it
+    assert not target.any()
+    assert ledger.execute() == 12 * 40 * 4
+
+
+def test_a_tensor_can_be_read_whole_at_once(file: Path) -> None:
+    _, files, real = opened(file)
+    assert torch.equal(files["stack"][1:].whole(), real["stack"][1:])
+
+
+@pytest.mark.gpu
+def test_some_layers_in_main_memory_and_some_on_the_card(file: Path) -> None:
+    ledger, files, real = opened(file)
+    places = [torch.zeros(12, 40, dtype=torch.int32, device=device) for device in ("cpu", "cuda", "cpu")]
+    for target in places:
+        target.copy_(files["words"])
+    assert ledger.execute() == 3 * 12 * 40 * 4
+    assert all(torch.equal(target.cpu(), real["words"]) for target in places)

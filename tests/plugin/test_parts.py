@@ -243,3 +243,35 @@ def test_a_tensor_that_is_not_as_the_config_says_is_named(edit: str) -> None:
         store.fill(layer.weight_scale, "weight_scale", wrong, shard=0)
     assert caught.value.where == "k.weight_scale"
     assert store.missing() == ["k.weight", "k.weight_scale"]
+
+
+def reloaded(second: dict[str, torch.Tensor]) -> None:
+    """Fill gate and up, which share an order, and then once more with other orders."""
+    spec = replace(KV, act_order=True)
+    parts = tuple(
+        parts_of.packed(n, i, spec, Wanted("mlp", 128, (128, 128)), Rank(), "F16") for i, n in GATE_UP
+    )
+    layer = nn.Module()
+    layout = Layout("", parts_of.runs(parts, lambda _: b"the same"), torch.float16)
+    assert len(layout.runs) == 1
+    store = Store(layer, layout)
+    order = torch.arange(127, -1, -1, dtype=torch.int32)
+    for orders in ({"gate": order, "up": order.clone()}, second):
+        for number, name in GATE_UP:
+            store.fill(layer.act_perm, "act_perm", orders[name], shard=number)
+    assert torch.equal(layer.act_perm, second["gate"])
+
+
+GATE_UP = ((0, "gate"), (1, "up"))
+
+
+def test_orders_of_one_run_may_change_together_when_weights_are_reloaded() -> None:
+    natural = torch.arange(128, dtype=torch.int32)
+    reloaded({"gate": natural, "up": natural.clone()})
+
+
+def test_orders_of_one_run_that_differ_when_weights_are_reloaded_are_refused() -> None:
+    natural = torch.arange(128, dtype=torch.int32)
+    with pytest.raises(SourceError) as caught:
+        reloaded({"gate": natural, "up": natural.flip(0)})
+    assert (caught.value.code, caught.value.where) == ("act-perm", "gate.act_perm, up.act_perm")

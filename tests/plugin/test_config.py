@@ -1,0 +1,177 @@
+"""How the plugin is registered and what its config takes and refuses, on stand-ins of the engine."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from artifacts import quant_block, write_artifact  # noqa: E402
+from plugin import standins  # noqa: E402
+
+from w4pack.convert.engines.plugin import TESTED, releases  # noqa: E402
+from w4pack.convert.errors import Refused, W4PackError  # noqa: E402
+from w4pack.kernels.spec import LinearSpec  # noqa: E402
+
+pytestmark = pytest.mark.skipif(standins.is_installed(), reason="vLLM itself is installed: make test-vllm")
+
+ATTENTION = "model.layers.0.self_attn"
+SPECS = {
+    f"{ATTENTION}.{leaf}": LinearSpec(128, 128, group_size=32) for leaf in ("q_proj", "k_proj", "v_proj")
+}
+ACT = {"kind": "act_quant", "site": "attn_in", "bits": 4, "clip": {"4": 0.9}, "symmetric": True}
+
+
+@pytest.fixture
+def _engine() -> Iterator[None]:
+    with standins.engine():
+        yield
+
+
+def refusal(block: dict[str, Any]) -> W4PackError:
+    """Return why the plugin does not take an artifact."""
+    from w4pack.kernels.vllm.config import W4PackConfig
+
+    with pytest.raises(Refused) as caught:
+        W4PackConfig.from_config(block)
+    return caught.value
+
+
+@pytest.mark.usefixtures("_engine")
+def test_records_of_what_runs_between_layers_are_refused_with_the_command_that_runs_them() -> None:
+    err = refusal(quant_block(SPECS, online=[ACT]))
+    assert (err.code, err.where) == ("artifact-online", "config.json: quantization_config.online.0")
+    assert err.hint == "w4pack generate ARTIFACT runs it, in transformers"
+    assert "act_quant" in str(err.found)
+
+
+@pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"artifact_version": 2},
+        {"layout": "marlin-8x8"},
+        {"sparsity": True},
+        {"online": [{"kind": "fourier"}]},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_this_version_does_not_know_is_refused_with_a_way_on(change: dict[str, Any]) -> None:
+    err = refusal(quant_block(SPECS, **change))
+    assert err.code == "artifact-unknown"
+    assert f"quantization_config.{next(iter(change))}" in str(err.where)
+    assert str(err.hint).startswith("install the w4pack that wrote it")
+
+
+@pytest.fixture
+def config(tmp_path: Path, _engine: None) -> Any:
+    from w4pack.kernels.vllm.config import W4PackConfig
+
+    write_artifact(tmp_path / "artifact", SPECS)
+    config = W4PackConfig.from_config(quant_block(SPECS))
+    config.maybe_update_config(str(tmp_path / "artifact"))
+    return config
+
+
+@pytest.mark.parametrize("draft", ["", "draft_model."])
+def test_a_fused_layer_is_ours_also_in_a_model_that_drafts(config: Any, draft: str) -> None:
+    layer = standins.Linear(f"{draft}{ATTENTION}.qkv_proj")
+    method = config.get_quant_method(layer, layer.prefix)
+    assert method.packed == tuple(SPECS)
+
+
+def test_layers_that_are_not_packed_are_the_engines(config: Any) -> None:
+    layer = standins.Linear("model.layers.0.mlp.router")
+    assert isinstance(config.get_quant_method(layer, layer.prefix), standins.Unquantized)
+    assert config.get_quant_method(standins.Head(), "lm_head") is None
+
+
+def test_dummy_weights_need_no_file(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = standins.Linear(f"{ATTENTION}.qkv_proj")
+    for how, is_read in (("auto", True), ("dummy", False)):
+        monkeypatch.setattr(standins.SETTINGS.load_config, "load_format", how)
+        method = config.get_quant_method(layer, layer.prefix)
+        method.create_weights(layer, 128, [128, 128, 128], 128, 384, torch.float16)
+        if is_read:
+            with pytest.raises(W4PackError, match="did not come"):
+                method.process_weights_after_loading(layer)
+        else:
+            method.process_weights_after_loading(layer)
+        layer = standins.Linear(f"{ATTENTION}.qkv_proj")
+
+
+# ---- ranks -------------------------------------------------------------------------------------------
+
+
+def test_experts_that_ranks_hold_whole_are_not_cut(tmp_path: Path, _engine: None) -> None:
+    from w4pack.kernels.vllm import source
+
+    expert = "model.layers.0.block_sparse_moe.experts"
+    specs = {
+        f"{expert}.{number}.{leaf}": LinearSpec(64, 64, group_size=32, act_order=True)
+        for number in range(2)
+        for leaf in ("w1", "w2", "w3")
+    }
+    write_artifact(tmp_path / "artifact", specs)
+    found = source.of_folder(tmp_path / "artifact")
+    found.refuse(2, split_experts=False)
+    with pytest.raises(Refused) as caught:
+        found.refuse(2)
+    rules = {problem.code for problem in caught.value.problems}
+    assert rules == {"vllm.plugin-k-order", "vllm.plugin-k-tile", "vllm.plugin-n-tile"}
+
+
+# ---- releases ----------------------------------------------------------------------------------------
+
+
+def test_registering_twice_changes_nothing() -> None:
+    with standins.engine():
+        from w4pack.kernels.vllm.config import W4PackConfig
+        from w4pack.kernels.vllm.plugin import register
+
+        register()
+        chosen = dict(standins.LOADERS)
+        register()
+        assert standins.METHODS == ["w4pack"]
+        assert {"w4pack": W4PackConfig} == standins.REGISTERED
+        assert chosen == standins.LOADERS
+        assert issubclass(chosen["auto"], standins.Loader)
+
+
+def test_a_release_that_lacks_what_the_plugin_needs_refuses_artifacts_and_nothing_else() -> None:
+    with standins.engine(without="RoutedExperts", version="0.20.1"):
+        from w4pack.kernels.vllm.plugin import register
+
+        register()
+        register()
+        assert standins.METHODS == ["w4pack"]
+        assert {"auto": standins.Loader} == standins.LOADERS
+        with pytest.raises(Refused) as caught:
+            standins.REGISTERED["w4pack"].from_config(quant_block(SPECS))
+    err = caught.value
+    assert (err.code, err.where, err.expected) == ("vllm-release", "vllm 0.20.1", f"vLLM {releases()}")
+    assert "RoutedExperts" in str(err.found)
+    assert err.hint == f"pip install vllm=={TESTED[-1]}"
+
+
+@pytest.mark.parametrize(
+    ("version", "told"), [("0.32.1", False), ("0.31.0", False), ("0.33.0", True), ("dev", True)]
+)
+def test_a_release_that_was_not_tested_is_said_once(
+    version: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with standins.engine(version=version), caplog.at_level(logging.WARNING):
+        from w4pack.kernels.vllm.config import W4PackConfig
+
+        W4PackConfig.from_config(quant_block(SPECS))
+        W4PackConfig.from_config(quant_block(SPECS))
+    assert len(caplog.records) == told
+    assert not told or version in caplog.text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/vllm.md"])
+def test_the_releases_are_stated_as_they_are_tested(page: str, repo: Path) -> None:
+    assert f"vLLM {releases()}" in (repo / page).read_text(encoding="utf-8")
