@@ -1,4 +1,4 @@
-"""Quantizing on a card: the same choices in one graph as one by one, the same words, sums without rounding."""
+"""Quantizing on a card: one graph chooses what single operations do, words are the CPU's, sums are exact."""
 
 from typing import Any
 
