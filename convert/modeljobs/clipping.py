@@ -18,12 +18,12 @@ from w4pack.convert.modeljobs.online import Runtime
 from w4pack.convert.quantize.activations import BITS
 from w4pack.convert.quantize.clips import (
     ACT_DEFAULTS,
+    CACHE_RATIOS,
     KV_DEFAULTS,
-    RATIOS,
     Clips,
     Errors,
+    energy,
     output_errors,
-    relative,
 )
 from w4pack.convert.quantize.skeleton import Skeleton, build
 from w4pack.convert.quantize.stream import Stream
@@ -98,8 +98,8 @@ class _Layer:
             together.setdefault(id(x), (x, []))[1].append(module.weight.float())
         for bits in BITS:
             found = [output_errors(x, torch.cat(weights), bits) for x, weights in together.values()]
-            if found:
-                self.errors.add(site, bits, (sum(e) / len(found) for e in zip(*found, strict=True)))
+            for errors in found:
+                self.errors.add(site, bits, {ratio: e / len(found) for ratio, e in errors.items()})
 
     @contextmanager
     def _watched(self, seen: dict[int, torch.Tensor]) -> Iterator[None]:
@@ -130,14 +130,11 @@ class _Layer:
             return
         exact = self._attention(stream, window, out[0], 16, 1.0, 1.0)
         for bits in BITS:
-            for what in ("k", "v"):
-                made = []
-                for ratio in RATIOS:
-                    other = KV_DEFAULTS[bits]
-                    pair = (ratio, other) if what == "k" else (other, ratio)
-                    found = self._attention(stream, window, out[0], bits, *pair)
-                    made.append(relative(found, exact) / relative(exact, torch.zeros(1)))
-                self.errors.add(what, bits, made)
+            other = KV_DEFAULTS[bits]
+            for what, ratio in ((w, r) for w in ("k", "v") for r in CACHE_RATIOS[bits]):
+                pair = (ratio, other) if what == "k" else (other, ratio)
+                found = self._attention(stream, window, out[0], bits, *pair)
+                self.errors.add(what, bits, {ratio: energy(found - exact) / energy(exact)})
 
     def _attention(
         self, stream: Stream, window: torch.Tensor, out: nn.Linear, bits: int, clip_k: float, clip_v: float

@@ -1,0 +1,151 @@
+"""Codes of activations and of the cache, against slow arithmetic of single numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from w4pack.convert.quantize.activations import (
+    dequantize_cache,
+    dequantize_tokens,
+    fake_cache,
+    fake_tokens,
+    quantize_cache,
+    quantize_tokens,
+)
+from w4pack.convert.quantize.clips import RATIOS, Errors, output_errors
+
+F = np.float32
+
+
+def rows(seed: int, shape: tuple[int, ...] = (7, 24)) -> torch.Tensor:
+    """Values of very different sizes, a few of them on ties."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.logspace(-4, 3, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
+    return torch.randn(shape, generator=generator) * size
+
+
+def slow_token(row: list[float], bits: int, clip: float) -> tuple[list[int], float]:
+    most = 2 ** (bits - 1) - 1
+    scale = F(F(max(abs(F(x)) for x in row)) * F(clip)) / F(most)
+    if scale == 0:
+        scale = F(1)
+    return [int(np.clip(np.rint(F(x) / scale), -most - 1, most)) for x in row], float(scale)
+
+
+def slow_head(row: list[float], bits: int, clip: float) -> tuple[list[int], float, int]:
+    levels = 2**bits - 1
+    low, high = F(min(*row, 0.0)) * F(clip), F(max(*row, 0.0)) * F(clip)
+    scale = max(F(np.float16((high - low) / F(levels))), F(2.0**-14))
+    zero = int(np.clip(np.rint(-low / scale), 0, levels))
+    return [int(np.clip(np.rint(F(x) / scale) + zero, 0, levels)) for x in row], float(scale), zero
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("clip", [0.8, 0.9, 1.0])
+def test_codes_of_tokens_are_those_of_single_numbers(bits: int, clip: float) -> None:
+    x = rows(bits)
+    codes, scales = quantize_tokens(x, bits, clip)
+    assert codes.dtype == torch.int8 and scales.dtype == torch.float32
+    for row, found, scale in zip(x.tolist(), codes.tolist(), scales.tolist(), strict=True):
+        assert (found, scale) == slow_token(row, bits, clip)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("clip", [0.9, 0.95, 1.0])
+def test_codes_of_the_cache_are_those_of_single_numbers(bits: int, clip: float) -> None:
+    x = rows(bits + 1) + 0.3
+    made = quantize_cache(x, bits, clip)
+    assert torch.equal(made.scales, made.scales.half().float())
+    for row, codes, scale, zero in zip(
+        x.tolist(), made.codes.tolist(), made.scales.tolist(), made.zeros.tolist(), strict=True
+    ):
+        assert (codes, scale, zero) == slow_head(row, bits, clip)
+
+
+def test_ties_go_to_the_even_code() -> None:
+    x = torch.tensor([[7.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]])
+    codes, scales = quantize_tokens(x, 4, 1.0)
+    assert (codes.tolist(), scales.tolist()) == ([[7, 0, 2, 2, 0, -2, -2]], [1.0])
+
+
+def test_what_is_clipped_has_the_last_code_and_minus_one_more() -> None:
+    x = torch.tensor([[-10.0, 10.0, 7.0, 0.0]])
+    assert quantize_tokens(x, 4, 0.7)[0].tolist() == [[-8, 7, 7, 0]]
+    assert quantize_tokens(x, 8, 0.9)[0].tolist() == [[-128, 127, 99, 0]]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_f92_rows_at_the_edges(bits: int) -> None:
+    """All zero; one value that flattens the rest; all equal; as small as float32 goes."""
+    x = torch.full((4, 16), 1e-3)
+    x[0] = 0
+    x[1, 3] = 6e4
+    x[2] = -0.25
+    x[3] = 1e-45
+    codes, scales = quantize_tokens(x, bits, 0.9)
+    most = 2 ** (bits - 1) - 1
+    assert torch.isfinite(scales).all() and (scales > 0).all()
+    assert codes[0].tolist() == [0] * 16 and float(scales[0]) == 1.0
+    assert codes[1].tolist() == [0] * 3 + [most] + [0] * 12
+    assert codes[2].tolist() == [-most - 1] * 16
+    assert torch.isfinite(dequantize_tokens(codes, scales)).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-7, -1e-7, 0.37, -250.0, 6e4])
+@pytest.mark.parametrize("clip", [0.95, 1.0])
+def test_f92_a_constant_head_comes_back_within_half_a_step(value: float, clip: float) -> None:
+    x = torch.full((2, 64), value)
+    made = quantize_cache(x, 4, clip)
+    step = float(made.scales.max())
+    error = float((dequantize_cache(made) - x).abs().max())
+    assert error <= step / 2 + (1 - clip) * abs(value) + 1e-6 * abs(value)
+    assert step >= 2.0**-14
+
+
+def test_zeros_stay_zeros_in_the_cache() -> None:
+    x = rows(5)
+    x[:, ::3] = 0
+    assert torch.equal(fake_cache(x, 4, 0.95)[:, ::3], torch.zeros(7, 8))
+
+
+def test_sixteen_bits_are_the_values_themselves_and_the_dtype_is_kept() -> None:
+    x = rows(6).to(torch.bfloat16)
+    assert fake_tokens(x, 16, 0.9) is x and fake_cache(x, 16, 0.9) is x
+    assert fake_tokens(x, 8, 1.0).dtype == torch.bfloat16 == fake_cache(x, 4, 1.0).dtype
+
+
+# ---- clip ratios -----------------------------------------------------------------------------------------
+
+
+def test_errors_of_the_outputs_are_those_of_the_definition() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, w = torch.randn(40, 32, generator=generator), torch.randn(8, 32, generator=generator)
+    found = output_errors(x, w, 4)
+    assert set(found) == set(RATIOS[4])
+    y = x.double() @ w.double().T
+    for ratio in (0.7, 1.0):
+        codes = [slow_token(row, 4, ratio) for row in x.tolist()]
+        made = torch.tensor([[c * s for c in cs] for cs, s in codes], dtype=torch.float64) @ w.double().T
+        assert found[ratio] == pytest.approx(float((made - y).square().sum() / y.square().sum()), rel=1e-4)
+
+
+def test_normal_values_are_clipped_and_values_of_one_size_are_not() -> None:
+    errors = Errors()
+    generator = torch.Generator().manual_seed(4)
+    eye = torch.eye(256)
+    normal = torch.randn(64, 256, generator=generator)
+    signs = torch.randn(64, 256, generator=generator).sign()
+    for bits in (4, 8):
+        errors.add("normal", bits, output_errors(normal, eye, bits))
+        errors.add("signs", bits, output_errors(signs, eye, bits))
+    assert 0.75 <= errors.best("normal", {})[4] <= 0.95
+    assert errors.best("signs", {}) == {4: 1.0, 8: 1.0}
+
+
+def test_layers_are_added_up_and_the_largest_of_equals_wins() -> None:
+    errors = Errors()
+    errors.add("k", 4, {0.8: 1.0, 0.9: 3.0, 1.0: 2.0})
+    errors.add("k", 4, {0.8: 2.0, 0.9: 0.5, 1.0: 1.0})
+    assert errors.best("k", {4: 0.95, 8: 0.99}) == {4: 1.0, 8: 0.99}
