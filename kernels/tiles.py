@@ -23,7 +23,7 @@ PTX_ARCH = "compute_80"
 LEAST_CAPABILITY = (8, 0)
 DTYPES = ("fp16", "bf16")
 GROUP_SIZES = (-1, 32, 64, 128)
-SUMS_PER_MULTIPROCESSOR = 128 * 1024
+SUMS_PER_MULTIPROCESSOR = 192 * 1024
 BLOCKS_PER_MULTIPROCESSOR = 8
 ONE_GROUP = 31  # a shift that sends every row of K to group 0
 HERE = Path(__file__).resolve().parent
@@ -203,7 +203,7 @@ def all_tiles(arch: str, bits: int) -> Iterator[Tile]:
 def workspace_bytes(multiprocessors: int) -> tuple[int, int]:
     """Return (bytes of sums, flags) that serve every kernel: one partial tile and one flag for each block.
 
-    The registers of a multiprocessor hold at most 128 KiB of sums to hand over, in at most eight blocks.
+    The registers of a multiprocessor hold at most 192 KiB of sums to hand over, in at most eight blocks.
     """
     return SUMS_PER_MULTIPROCESSOR * multiprocessors, BLOCKS_PER_MULTIPROCESSOR * multiprocessors
 

@@ -1,56 +1,8 @@
-// From integer sums to the output: the sums of slots and blocks, then scales and bias in fp32, then one rounding.
-//
-//   one scale a column   y = fma(fp32(acc) * sx, sw, b): sums of integers, exact in any order
-//   groups               y = fma(sum, sx, b), sum = fma(fp32(acc_G), sw_G, sum) over G increasing
-//
-// The factor 16 of 4-bit weights is taken out of sx, which is exact.
+// The end of a segment of an integer product: sums of slots and blocks, then values, then the output.
 #pragma once
-#include "epilogue.cuh"
 #include "int_schedule.cuh"
+#include "int_store.cuh"
 #include "weights.cuh"
-
-template <class T> struct Scaling {
-  const IntProblem &p;
-  const int column0, token0, lane;
-
-  // Past the L1: the kernel before this one may have written them while an older one still ran on this multiprocessor.
-  DEVICE float act_scale(int token) const { return token < p.m ? __ldcg(p.act_scales + token) * T::FOLD : 0.0f; }
-
-  // Scales lie in the grouped order: column 8 pair + g8 of a chunk is value 8 g8 + pair.
-  DEVICE float column_scale(int pair) const {
-    const int at = column0 % CHUNK_N / 8 + pair, chunk = column0 / CHUNK_N;
-    return to_float(reinterpret_cast<const u16 *>(p.scales)[chunk * CHUNK_N + lane / 4 * 8 + at], p.scales_bf16);
-  }
-  DEVICE float bias(int pair) const {
-    if (p.column_bias == nullptr) return 0.0f;
-    return Number<T::ACT>::to_float(reinterpret_cast<const u16 *>(p.column_bias)[column0 + 8 * pair + lane / 4]);
-  }
-
-  // Sums become values; the columns must exist.
-  DEVICE void operator()(Sums<T> &sums) const {
-    float scale[T::PAIRS], offset[T::PAIRS];
-#pragma unroll
-    for (int pair = 0; pair < T::PAIRS; pair++) {
-      scale[pair] = T::GROUPED ? 1.0f : column_scale(pair);
-      offset[pair] = bias(pair);
-    }
-#pragma unroll
-    for (int tile = 0; tile < T::TOKEN_TILES; tile++) {
-      const int token = token0 + 8 * tile + 2 * (lane % 4);
-      const float by[2] = {act_scale(token), act_scale(token + 1)};
-#pragma unroll
-      for (int pair = 0; pair < T::PAIRS; pair++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          float &v = sums[pair / 2][tile][pair % 2 * 2 + i];
-          if constexpr (T::GROUPED)
-            v = __fmaf_rn(v, by[i], offset[pair]);
-          else
-            v = __fmaf_rn(__fmul_rn(__int2float_rn(__float_as_int(v)), by[i]), scale[pair], offset[pair]);
-        }
-    }
-  }
-};
 
 // A segment's sums are complete in the slots: add them up and hand over or store.
 template <class T>
@@ -70,8 +22,15 @@ DEVICE void finish_int_segment(const IntProblem &p, Sums<T> &sums, const Segment
   }
   const Place place = G::place(p, segment);
   const int column0 = place.column_tile * T::TILE_N + epilogue.warp * T::WARP_N;
-  if (column0 < p.n) Scaling<T>{p, column0, place.token0, epilogue.lane}(sums);
-  epilogue.store(sums, segment);
+  if (column0 >= p.n) return;  // the same for the whole warp, and for both that share a chunk
+  const Scaling<T> scaling(p, column0, place.token0, epilogue.lane);
+  if constexpr (T::SPREAD) {
+    const u32 staging = shared_sums - T::RING_BYTES + T::ROWS_AT;
+    SpreadStore<T>{p, scaling, staging, epilogue.warp, epilogue.lane}(sums, place.token0, column0);
+  } else {
+    scaling(sums);
+    epilogue.store(sums, segment);
+  }
 }
 
 // Integer sums travel in the registers of fp32 ones.

@@ -9,7 +9,11 @@
 #include "int_tile.cuh"
 #include "scheduler.cuh"
 
-constexpr int BAND = 8;
+#ifndef INT_BAND
+#define INT_BAND 8
+#endif
+constexpr int BAND = INT_BAND;
+constexpr int EXCHANGE = 7;  // units that handing sums over costs a block
 
 template <int... P> struct Grid<IntTile<P...>> {
   using T = IntTile<P...>;
@@ -23,10 +27,11 @@ template <int... P> struct Grid<IntTile<P...>> {
   }
   DEVICE static int token_end(const Problem &p, const Segment &) { return p.m; }
   DEVICE static u32 tiles(const Problem &p) { return column_tiles(p) * token_blocks(p); }
-  // Tiles that blocks take whole.
+  // Tiles that blocks take whole: all where some blocks being idle in the last round costs less than the exchange.
   DEVICE static u32 whole(const Problem &p) {
-    const u32 rounds = tiles(p) / gridDim.x;
-    return tiles(p) % gridDim.x == 0 ? tiles(p) : (rounds > 1 ? rounds - 1 : 0) * gridDim.x;
+    const u32 rounds = tiles(p) / gridDim.x, more = tiles(p) % gridDim.x;
+    if (more == 0 || (gridDim.x - more) * units(p) <= EXCHANGE * gridDim.x) return tiles(p);
+    return (rounds > 1 ? rounds - 1 : 0) * gridDim.x;
   }
   // The first unit of a block, counted over the tiles that are cut.
   DEVICE static u32 begin(const Problem &p, u32 block) {

@@ -23,6 +23,11 @@ struct IntTile {
   static constexpr bool GROUPED = GROUP_STEPS != 0, WARPGROUP = ENGINE_ == TMA, PRODUCER = ENGINE_ == TMA;
   static constexpr bool INTEGER_SUMS = !GROUPED;
 
+  // Two warps share a chunk, two words each. A lane's 16 bytes there are four words, so that all lanes reading the
+  // same two would use half of the banks: lanes 8 to 15 and 24 to 31 take the other warp's words instead, and results
+  // change places on their way out (int_store.cuh).
+  static constexpr bool SPREAD = WARPGROUP && WORDS == 2 && SLOTS_ == 1;
+
   static constexpr int STEP_BYTES = 32, STEPS = ROW / STEP_BYTES, HALVES = ROW / X_ROW_BYTES;
   static constexpr int STEP_SHIFT = KIND == S4_W4 ? 6 : 5, STEP_K = 1 << STEP_SHIFT, STEP_TILES = STEP_K / 16;
   static constexpr int UNIT_K = STEPS * STEP_K, UNIT_TILES = UNIT_K / 16;
@@ -45,7 +50,7 @@ struct IntTile {
   static constexpr int SUM_BYTES = (SLOTS - 1) * TILE_N * TOKENS * 4;
   static constexpr int BARRIERS_AT = RING_BYTES + SUM_BYTES, BARRIER_BYTES = PRODUCER ? 512 : 0;
   static constexpr bool STAGED_ROWS = PRODUCER && SLOTS == 1 && WORDS > 1;
-  static constexpr int ROWS_AT = BARRIERS_AT + BARRIER_BYTES, WARP_ROWS_BYTES = 8 * 2 * WARP_N;
+  static constexpr int ROWS_AT = BARRIERS_AT + BARRIER_BYTES, WARP_ROWS_BYTES = 8 * 2 * WARP_N * (SPREAD ? 2 : 1);
   static constexpr int SHARED_BYTES = ROWS_AT + (STAGED_ROWS ? WARPS * WARP_ROWS_BYTES : 0);
 
   static_assert(ACT == FP16 || ACT == BF16, "the output is fp16 or bf16");

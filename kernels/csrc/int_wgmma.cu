@@ -36,6 +36,11 @@ constexpr int PRODUCER_REGISTERS = 40;
 constexpr int SPARED = ((WARPGROUPS + 1) * GIVEN - PRODUCER_REGISTERS) / WARPGROUPS / 8 * 8;
 constexpr int MULTIPLIER_REGISTERS = SPARED < 240 ? SPARED : 240;
 
+#ifndef INT_FINE
+#define INT_FINE (T::WORDS * T::TOKENS > 320)
+#endif
+constexpr bool FINE = INT_FINE;
+
 extern __shared__ __align__(1024) u8 shared[];
 
 DEVICE void finish_products(IntSums<T> &part) {
@@ -66,6 +71,25 @@ DEVICE void step_product(const Lane<T> &lane, IntSums<T> &part, u32 (&a)[T::WORD
   wgmma::commit();
 }
 
+// The same with half the registers for operands: each word's product by itself.
+template <class F>
+DEVICE void fine_step(const Lane<T> &lane, IntSums<T> &part, u32 (&a)[T::WORDS][4], u32 stage, int step,
+                      const F &previous_is_free) {
+  u32 w[T::STEP_TILES][T::WORDS * T::VECTORS];
+#pragma unroll
+  for (int i = 0; i < T::STEP_TILES; i++) lane.words(w[i], stage, step * T::STEP_TILES + i);
+  const u64 x = wgmma::descriptor(stage + step / 4 * T::TOKENS * X_ROW_BYTES) + step % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < T::WORDS; j++) {
+    wgmma::wait<T::WORDS - 1>();
+    if (step == 1 && j == 0) previous_is_free();
+    int_operand::of_step<T>(a[j], w, j);
+    wgmma::fence();
+    wgmma::IntProduct<T::TOKEN_TILES>::template run<1>(part[j], a[j], x);
+    wgmma::commit();
+  }
+}
+
 // One unit; `previous_is_free` is called once nothing reads the stage of the unit before any more.
 template <class F>
 DEVICE void unit_product(const IntProblem &p, const Lane<T> &lane, Sums<T> &sums, IntSums<T> &part, u32 stage, int unit,
@@ -73,7 +97,12 @@ DEVICE void unit_product(const IntProblem &p, const Lane<T> &lane, Sums<T> &sums
   u32 a[2][T::WORDS][4];
   if constexpr (!T::GROUPED) {
 #pragma unroll
-    for (int step = 0; step < T::STEPS; step++) step_product<1>(lane, part, a[step % 2], stage, step, previous_is_free);
+    for (int step = 0; step < T::STEPS; step++) {
+      if constexpr (FINE)
+        fine_step(lane, part, a[0], stage, step, previous_is_free);
+      else
+        step_product<1>(lane, part, a[step % 2], stage, step, previous_is_free);
+    }
   } else {
 #pragma unroll
     for (int row = 0; row < T::UNIT_GROUPS; row++) {

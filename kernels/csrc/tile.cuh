@@ -33,7 +33,7 @@ struct Tile {
   static constexpr int WORDS = WORDS_, UNIT_K = UNIT_K_, STAGES = STAGES_;
   static constexpr int UNIT_TILES = UNIT_K / 16, HALVES = UNIT_K / 64, CHECKS = UNIT_K / 32;
   static constexpr bool ZEROS = ZEROS_ != 0, WARPGROUP = ENGINE_ != MMA, PRODUCER = ENGINE_ == TMA;
-  static constexpr bool INTEGER_SUMS = false;
+  static constexpr bool INTEGER_SUMS = false, SPREAD = false;
 
   static constexpr int TOKEN_TILES = TOKENS / 8;
   static constexpr int SLOT_THREADS = WARPS * 32, THREADS = SLOT_THREADS * SLOTS;  // that multiply
@@ -45,8 +45,8 @@ struct Tile {
 
   // Few tokens: the group's sum is multiplied by its scale. Many: each weight is, which needs no second sum.
   static constexpr bool SCALE_SUMS = TOKENS <= 16 && !WARPGROUP;
-  // With the warpgroup product that pays up to 32 tokens, and for groups of a whole unit: two of the 13 instructions a
-  // word costs, where unpacking bounds the kernel.
+  // With the warpgroup product that pays up to 32 tokens, for groups of a whole unit: it saves two of the 13 instructions
+  // a word costs, where unpacking bounds the kernel, and each unit's end leaves its stage free.
   static constexpr bool SCALE_GROUPS = TOKENS <= 32 && ENGINE_ == WGMMA && UNIT_K == 128;
 
   // Units asked for before the first is used. wgmma goes on reading a stage's activations during the next unit, if it is

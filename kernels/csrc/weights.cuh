@@ -5,7 +5,8 @@
 template <class T> struct Lane {
   int lane, chunk, word0;  // chunk within the block's tile, first word within the chunk
 
-  DEVICE Lane(int warp, int lane_) : lane(lane_), chunk(warp * T::WORDS / 4), word0(warp * T::WORDS % 4) {}
+  DEVICE Lane(int warp, int lane_)
+      : lane(lane_), chunk(warp * T::WORDS / 4), word0(warp * T::WORDS % 4 ^ (T::SPREAD ? lane_ / 8 % 2 * 2 : 0)) {}
 
   // The words of k-tile `row`; one word a column tile (4 bit) or two (8 bit).
   DEVICE void words(u32 (&w)[T::WORDS * T::VECTORS], u32 stage, int row) const {
@@ -87,11 +88,11 @@ template <class T> DEVICE void scales_as_pairs(u32 (&d)[T::WORDS][2], const u32 
   }
 }
 
-// The A operand of one word, scaled where the tile scales weights.
-template <class T>
+// The A operand of one word, scaled where weights are and not sums.
+template <class T, bool SCALED = !T::SCALE_SUMS>
 DEVICE void operand(u32 (&a)[4], const u32 *w, const Zero<T::ACT, T::BITS> (&z)[2], const u32 (&scale)[2]) {
   Dequant<T::ACT, T::BITS>::run(a, w, z[0], z[1]);
-  if constexpr (!T::SCALE_SUMS) {
+  if constexpr (SCALED) {
     a[0] = Number<T::ACT>::multiply(a[0], scale[0]);
     a[1] = Number<T::ACT>::multiply(a[1], scale[1]);
     a[2] = Number<T::ACT>::multiply(a[2], scale[0]);
