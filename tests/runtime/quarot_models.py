@@ -1,8 +1,6 @@
-"""Tiny artifacts with ``online`` records, and what their layers must compute, said without the runtime.
+"""Tiny artifacts with ``online`` records, made without the converter's own way to them.
 
-A random model is folded by the plan of a full rotation, packed with plain rounding, and given the records. The
-reference runs transformers' own modules in fp32 on the dequantized weights; transforms and quantizers stand in
-hooks.
+A random model is folded by the plan of a full rotation, packed with plain rounding, and given the records.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from w4pack.convert.rotate.plan import plan_rotation
 from w4pack.convert.rotate.rotated import Rotated
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 192,
-    "intermediate_size": 320,
+    "hidden_size": 192,  # 12 x 16
+    "intermediate_size": 320,  # 20 x 16
     "num_hidden_layers": 2,
     "vocab_size": 256,
     "num_attention_heads": 4,
