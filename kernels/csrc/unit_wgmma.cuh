@@ -1,10 +1,13 @@
-// The product of one unit on wgmma: two register sets of weights take turns, and nothing is waited for at its end.
+// The product of one unit on wgmma: two register sets of weights take turns. Where weights are scaled nothing is waited
+// for at its end; where the group's sum is, that sum is.
 #pragma once
 #include "epilogue.cuh"
 #include "weights.cuh"
 #include "wgmma.cuh"
 
 template <class T> struct WgmmaUnit {
+  static constexpr int UNIT_SHIFT = 7;  // groups of 128 and more
+
   const Problem &p;
   const Lane<T> lane;
 
@@ -12,6 +15,11 @@ template <class T> struct WgmmaUnit {
 
   DEVICE void finish(Sums<T> &sums) const {
     wgmma::wait<0>();
+    settled(sums);
+  }
+
+  // Sums that a product wrote beside the program's order: nothing may be read of them before this.
+  DEVICE static void settled(Sums<T> &sums) {
 #pragma unroll
     for (int j = 0; j < T::WORDS; j++)
 #pragma unroll
@@ -32,6 +40,52 @@ template <class T> struct WgmmaUnit {
     (*this)(sums, stage, [] {});
   }
   template <class F> DEVICE void operator()(Sums<T> &sums, u32 stage, const F &previous_is_free) const {
+    if constexpr (T::SCALE_GROUPS) {
+      if (p.group_shift >= UNIT_SHIFT) return one_group(sums, stage);
+    }
+    scaled_weights(sums, stage, previous_is_free);
+    if constexpr (T::SCALE_GROUPS) wgmma::wait<0>();  // either way leaves the stage free
+  }
+
+  // All rows of the unit belong to one group: its sum is multiplied, not its weights.
+  DEVICE void one_group(Sums<T> &sums, u32 stage) const {
+    Zero<T::ACT, T::BITS> z[T::WORDS][2];
+    lane.zeros(z, stage, 0);
+    Sums<T> part;
+    u32 a[2][T::WORDS][4];
+#pragma unroll
+    for (int row = 0; row < T::UNIT_TILES; row++) {
+      u32 w[T::WORDS * T::VECTORS];
+      lane.words(w, stage, row);
+      if (row > 1) wgmma::wait<1>();  // the products that read this register set are done
+#pragma unroll
+      for (int j = 0; j < T::WORDS; j++) operand<T, false>(a[row % 2][j], w + j * T::VECTORS, z[j], {});
+      wgmma::fence();
+      const u64 x = wgmma::descriptor(stage + row / 4 * T::TOKENS * X_ROW_BYTES) + row % 4 * 2;  // 32 bytes on
+#pragma unroll
+      for (int j = 0; j < T::WORDS; j++) {
+        using Product = wgmma::Product<T::ACT, T::TOKEN_TILES>;
+        if (row == 0)
+          Product::start(part[j], a[row % 2][j], x);
+        else
+          Product::run(part[j], a[row % 2][j], x);
+      }
+      wgmma::commit();
+    }
+    u32 s[T::WORDS];
+    float f[T::WORDS][2];
+    lane.scales(s, stage, 0);
+    scales_as_float<T>(f, s, p.scales_bf16);
+    finish(part);
+#pragma unroll
+    for (int j = 0; j < T::WORDS; j++)
+#pragma unroll
+      for (int tile = 0; tile < T::TOKEN_TILES; tile++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[j][tile][i] += f[j][i / 2] * part[j][tile][i];
+  }
+
+  template <class F> DEVICE void scaled_weights(Sums<T> &sums, u32 stage, const F &previous_is_free) const {
     u32 scale[T::WORDS][2];
     Zero<T::ACT, T::BITS> z[T::WORDS][2];
     columns(scale, z, stage, 0);

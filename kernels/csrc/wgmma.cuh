@@ -76,13 +76,19 @@ template <int ACT, int TOKEN_TILES> struct Product;
 #define SUMS_16 SUMS_15, TILE_SUMS(30), TILE_SUMS(31)
 #define SUMS_24 SUMS_1, TILE_SUMS(2)
 
+// `run` adds to d; `start` overwrites it: what d held does not matter, and need not be set.
+#define WGMMA_ISSUE(TYPE, N, HALF, OPERAND_A, OPERAND_B, KEEP)                                                          \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##HALF "}, {" OPERAND_A       \
+               "}, " OPERAND_B ", " KEEP ", 1, 1, 0;"                                                                   \
+               : SUMS_##HALF                                                                                           \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #define WGMMA_PRODUCT(ACT, TYPE, TILES, N, HALF, OPERAND_A, OPERAND_B)                                                   \
   template <> struct Product<ACT, TILES> {                                                                             \
     DEVICE static void run(float (&d)[TILES][4], const u32 (&a)[4], u64 b) {                                           \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##HALF "}, {" OPERAND_A   \
-                   "}, " OPERAND_B ", 1, 1, 1, 0;"                                                                     \
-                   : SUMS_##HALF                                                                                       \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                              \
+      WGMMA_ISSUE(TYPE, N, HALF, OPERAND_A, OPERAND_B, "1");                                                            \
+    }                                                                                                                  \
+    DEVICE static void start(float (&d)[TILES][4], const u32 (&a)[4], u64 b) {                                         \
+      WGMMA_ISSUE(TYPE, N, HALF, OPERAND_A, OPERAND_B, "0");                                                            \
     }                                                                                                                  \
   };
 #define WGMMA_PRODUCTS(TILES, N, HALF, OPERAND_A, OPERAND_B)         \
