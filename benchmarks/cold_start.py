@@ -9,7 +9,8 @@ first turn not counted. *usual*: safetensors' ``load_file`` to main memory, ``.t
 repacked there by our own kernel (the engines' costs about the same: docs/benchmarks.md). *w4pack*: the
 loader of ``--load-format w4pack``, which reads straight to the device; there is nothing to repack. The model
 has a few layers of the real one, so times scale with ``--layers``; memory is what one such file needs at its
-peak: of the process above an empty one, and on the device.
+peak: of the process above an empty one (pages of a mapped file count, though they can be given up), and on
+the device.
 """
 
 import argparse
@@ -101,7 +102,7 @@ def child(way: str, file: str, device: str) -> dict[str, Any]:
 def measured(way: str, file: Path, device: str) -> dict[str, Any]:
     """Run a child and read its one line."""
     command = [sys.executable, __file__, "--child", way, "--file", str(file), "--device", device]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -16,6 +16,7 @@ from w4pack.kernels import transfer  # noqa: E402
 from w4pack.kernels.vllm import lazy  # noqa: E402
 from w4pack.kernels.vllm.lazy import FileTensor, Ledger, Watch  # noqa: E402
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -60,29 +61,31 @@ VIEWS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_copy_of_a_view_is_read_later_and_right(name: str, file: Path) -> None:
+def test_a_copy_of_a_view_is_read_later_and_right(name: str, device: str, file: Path) -> None:
     tensor, view = VIEWS[name]
     ledger, files, real = opened(file)
     wanted, window = view(real[tensor]), view(files[tensor])
     assert isinstance(window, FileTensor)
     assert (window.shape, window.dtype) == (wanted.shape, wanted.dtype)
-    target = torch.zeros_like(wanted)
+    target = torch.zeros_like(wanted, device=device)
     target.copy_(window)
     assert not target.any()  # nothing was read
     ledger.execute()
-    assert torch.equal(target, wanted)
+    assert torch.equal(target.cpu(), wanted)
     assert ledger.taken == {tensor}
 
 
-def test_a_copy_into_a_part_of_a_parameter_touches_nothing_else(file: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_copy_into_a_part_of_a_parameter_touches_nothing_else(device: str, file: Path) -> None:
     ledger, files, real = opened(file)
-    target = torch.full((20, 64), 5, dtype=torch.int32)
+    target = torch.full((20, 64), 5, dtype=torch.int32, device=device)
     target.narrow(0, 4, 12).narrow(1, 16, 40).copy_(files["words"])
     ledger.execute()
     expected = torch.full((20, 64), 5, dtype=torch.int32)
     expected[4:16, 16:56] = real["words"]
-    assert torch.equal(target, expected)
+    assert torch.equal(target.cpu(), expected)
     assert ledger.written == {target.untyped_storage().data_ptr()}
 
 

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from plugin import standins  # noqa: E402
 from plugin.random_modules import matrix, tensors_of  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes  # noqa: E402
 from w4pack.kernels.spec import LinearSpec  # noqa: E402
@@ -134,6 +135,45 @@ def test_experts(here: tuple[int, ...] | None, apart: bool, ordered: bool, devic
                 exact[token] += weight * (mid @ down.double())
     # gate, up and their product are rounded to fp16 on the way: three units more
     assert float((out.double() - exact).abs().max()) <= 4 * bound(exact, hidden)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_layer_that_is_filled_from_a_file_at_once(rank: int, device: str, tmp_path: Path) -> None:
+    """As the loader does it: the engine's code hands over unread tensors, and the bytes come behind it.
+
+    Gate and up are two runs (4 and 8 bit), so the parameters are flat and what is copied are rectangles.
+    """
+    from w4pack.kernels import transfer
+    from w4pack.kernels.vllm.lazy import Ledger, Watch, names
+    from w4pack.kernels.vllm.linear import W4PackLinearMethod
+
+    specs = {
+        f"a.{leaf}": LinearSpec(128, 256, bits=bits, group_size=32) for leaf, bits in (("gate", 4), ("up", 8))
+    }
+    files = {name: tensors_of(spec, seed) for seed, (name, spec) in enumerate(specs.items())}
+    save_file(
+        {f"{m}.{s}": t for m, found in files.items() for s, t in found.items()}, tmp_path / "a.safetensors"
+    )
+    method = W4PackLinearMethod(source(specs, files), tuple(specs))
+    layer = standins.Linear("a.gate_up", rank, 2)
+    with torch.device(device):
+        method.create_weights(layer, 128, [128, 128], 128, 512, torch.float16)
+    tensors, places = transfer.file_tensors(tmp_path / "a.safetensors")
+    ledger = Ledger(places)
+    with Watch(ledger):
+        for name, tensor in names(tensors, ledger):
+            module, _, suffix = name.rpartition(".")
+            parameter = getattr(layer, suffix)
+            parameter.weight_loader(parameter, tensor, list(specs).index(module))
+    assert not layer.weight.any()  # nothing was read
+    ledger.execute()
+    method.process_weights_after_loading(layer)
+    x = torch.randn(3, 128).half()
+    found = method.apply(layer, x.to(device)).cpu()
+    shares = [matrix(specs[m], files[m])[:, rank * 128 : (rank + 1) * 128] for m in specs]
+    exact = x.double() @ torch.cat(shares, 1).double()
+    assert float((found.double() - exact).abs().max()) <= bound(exact, 128)
 
 
 def test_a_tensor_that_did_not_come_is_named(tmp_path: Path) -> None:
