@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from w4pack.kernels import moe_tiles, tiles
-from w4pack.kernels.quarot import int_tiles, kv_tiles
+from w4pack.kernels.quarot import int_tiles, kv_tiles, quantize_plan
 from w4pack.kernels.quarot.file import File
 
 HERE = Path(__file__).resolve().parent
@@ -35,7 +35,7 @@ ALLOWED_SPILLS = int(os.environ.get("W4PACK_SPILLS", "0"))  # tuning may look at
 SERIALIZED = ("C7510", "C7512")  # the assembler's notes that warpgroup products wait for one another
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 FILES = Callable[[str], Iterable[File]]  # an architecture's
-QUAROT: tuple[FILES, ...] = (int_tiles.files, kv_tiles.files)
+QUAROT: tuple[FILES, ...] = (int_tiles.files, kv_tiles.files, quantize_plan.files)
 
 
 @dataclass(frozen=True, slots=True)

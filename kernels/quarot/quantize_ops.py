@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from w4pack.kernels.quarot import orders_int, quantize_checks, quantize_reference
+from w4pack.kernels.quarot import orders_int, quantize_checks, quantize_launch, quantize_reference
+from w4pack.kernels.quarot.transform import Transform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,6 +78,56 @@ def _outputs(x: "Tensor", bits: int, order: int, width: int) -> Made:
     )
 
 
+def _launched(
+    x: "Tensor",
+    k: int,
+    kind: str,
+    transform: Transform,
+    tail: tuple[int, float, int, int],
+    *,
+    gain: "Tensor | None" = None,
+    eps: float = 0.0,
+    heads: int = 0,
+) -> Made:
+    """Run a kernel on checked arguments; ``tail`` is (bits, clip, order, width)."""
+    bits, clip, order, width = tail
+    codes, scales = _outputs(x, bits, order, width)
+    task = quantize_launch.Task(
+        x, k, kind, gain, eps, transform, heads, codes, scales, bits, clip, order, width
+    )
+    quantize_launch.run(task)
+    return codes, scales
+
+
+def _norm_cuda(
+    x: "Tensor",
+    gain: "Tensor | None",
+    eps: float,
+    transform: str,
+    bits: int,
+    clip: float,
+    order: int,
+    width: int,
+) -> Made:
+    found = quantize_checks.norm(x, gain, eps, transform, bits, clip, order, width)
+    return _launched(x, x.shape[1], "norm", found, (bits, clip, order, width), gain=gain, eps=eps)
+
+
+def _act_cuda(
+    gate_up: "Tensor", activation: str, transform: str, bits: int, clip: float, order: int, width: int
+) -> Made:
+    found = quantize_checks.act(gate_up, activation, transform, bits, clip, order, width)
+    k = gate_up.shape[1] // (1 if activation == "none" else 2)
+    return _launched(gate_up, k, activation, found, (bits, clip, order, width))
+
+
+def _heads_cuda(
+    x: "Tensor", heads: int, transform: str, bits: int, clip: float, order: int, width: int
+) -> Made:
+    found = quantize_checks.heads(x, heads, transform, bits, clip, order, width)
+    return _launched(x, x.shape[1], "none", found, (bits, clip, order, width), heads=heads)
+
+
 def _norm_fake(
     x: "Tensor",
     gain: "Tensor | None",
@@ -103,6 +154,7 @@ def _heads_fake(
 
 
 for _name in ("norm", "act", "heads"):
+    _library.impl(f"{_name}_quantize", globals()[f"_{_name}_cuda"], "CUDA")
     _library.impl(f"{_name}_quantize", globals()[f"_{_name}_cpu"], "CPU")
     torch.library.register_fake(f"w4pack::{_name}_quantize", globals()[f"_{_name}_fake"], lib=_library)
 

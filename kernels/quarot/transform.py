@@ -49,7 +49,7 @@ class Transform:
     @property
     def scale(self) -> float:
         """What the sums are multiplied by: 1 / sqrt(block)."""
-        return float(self.block) ** -0.5
+        return 1.0 / math.sqrt(self.block)
 
     @staticmethod
     def of(key: str) -> "Transform":

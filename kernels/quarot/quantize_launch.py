@@ -1,0 +1,209 @@
+"""The launches of the quantize kernels: arguments were checked, ``quantize_plan`` chooses.
+
+A transform's signs lie on the card from its first use on. That first use cannot be inside a graph capture;
+``prepare`` makes it before.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from w4pack.convert.errors import UsageError
+from w4pack.kernels import launch, ops
+from w4pack.kernels.quarot import quantize_plan
+from w4pack.kernels.quarot.transform import Transform
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+INPUTS = {"none": 0, "silu": 1, "gelu_tanh": 2, "norm": 3}  # as the kernels number them
+GAINS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+_int, _float = ctypes.c_int32, ctypes.c_float
+_long = ctypes.c_uint64
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one launch does.
+
+    x       16-bit rows; k: values of a row after the activation
+    kind    a key of ``INPUTS``
+    heads   the transform runs over, or 0: over the row
+    """
+
+    x: "Tensor"
+    k: int
+    kind: str
+    gain: "Tensor | None"
+    eps: float
+    transform: Transform
+    heads: int
+    codes: "Tensor"
+    scales: "Tensor"
+    bits: int
+    clip: float
+    order: int
+    width: int
+
+    @property
+    def ldx(self) -> int:
+        """Values from one row's beginning to the next."""
+        return self.x.stride(0) if self.x.shape[0] > 1 else self.x.shape[1]
+
+    @property
+    def tail(self) -> tuple[object, ...]:
+        """The arguments that every kernel takes last."""
+        return (_int(self.width), _int(self.bits), _int(self.order), _float(self.clip))
+
+
+@cache
+def _card(index: int) -> tuple[int, int]:
+    """Return bytes of shared memory (a block may take, a multiprocessor has)."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    return properties.shared_memory_per_block_optin, properties.shared_memory_per_multiprocessor
+
+
+def run(task: Task) -> None:
+    """Launch the kernel of a task on the current stream of its card."""
+    index = task.x.get_device()
+    if task.x.shape[0] == 0:
+        return
+    with torch.cuda.device(index):
+        card = launch.device(index)
+        stream = ops._current_stream(index)
+        shape = quantize_plan.plain(task.width)
+        if not task.transform.factors and shape is not None:
+            _plain(card, stream, task, *shape)
+            return
+        room = _card(index)[0]
+        size = task.k // task.heads if task.heads else 1
+        found = (
+            quantize_plan.dense(task.transform, task.heads, size, room) if task.transform.factors else None
+        )
+        if found is None or task.gain is not None or task.width != task.k:
+            _any(card, stream, task, size, room)
+        else:
+            _dense(card, stream, task, *found)
+
+
+def _plain(card: launch.Device, stream: int, task: Task, pairs: int, threads: int) -> None:
+    launch.start(
+        card,
+        quantize_plan.plain_entry(NAMES[task.x.dtype], pairs),
+        min(task.x.shape[0], card.multiprocessors * max(1, 2048 // threads)),
+        threads,
+        0,
+        stream,
+        task.x.data_ptr(),
+        0 if task.gain is None else task.gain.data_ptr(),
+        task.codes.data_ptr(),
+        task.scales.data_ptr(),
+        _int(task.x.shape[0]),
+        _long(task.ldx),
+        _int(task.k),
+        _int(INPUTS[task.kind]),
+        _int(0 if task.gain is None else GAINS[task.gain.dtype]),
+        _float(task.eps),
+        *task.tail,
+    )
+
+
+def _dense(card: launch.Device, stream: int, task: Task, row: quantize_plan.Dense, m: int) -> None:
+    shared = row.shared_bytes(m)
+    fitting = _card(card.index)[1] // (shared + row.fixed_bytes + quantize_plan.RESERVED)
+    launch.start(
+        card,
+        row.entry(NAMES[task.x.dtype]),
+        min(task.x.shape[0], card.multiprocessors * min(row.resident, fitting)),
+        row.threads,
+        shared,
+        stream,
+        task.x.data_ptr(),
+        _signs(task.transform, m, card.index).data_ptr(),
+        task.codes.data_ptr(),
+        task.scales.data_ptr(),
+        _int(task.x.shape[0]),
+        _long(task.ldx),
+        _int(m),
+        _int(INPUTS[task.kind]),
+        _float(task.transform.scale),
+        _float(task.eps),
+        _float(1 / (m * task.k)),
+        *task.tail,
+    )
+
+
+def _any(card: launch.Device, stream: int, task: Task, size: int, room: int) -> None:
+    entries, words = _tables(task.transform, size, card.index)
+    grid = min(task.x.shape[0], 2 * card.multiprocessors)
+    needed = 8 * task.k  # two rows of fp32
+    outside = needed > room - quantize_plan.RESERVED
+    scratch = torch.empty(grid * 2 * task.k, dtype=torch.float32, device=task.x.device) if outside else None
+    launch.start(
+        card,
+        quantize_plan.any_entry(NAMES[task.x.dtype]),
+        grid,
+        quantize_plan.ANY_THREADS,
+        0 if outside else needed,
+        stream,
+        task.x.data_ptr(),
+        0 if task.gain is None else task.gain.data_ptr(),
+        entries.data_ptr(),
+        words.data_ptr(),
+        0 if scratch is None else scratch.data_ptr(),
+        task.codes.data_ptr(),
+        task.scales.data_ptr(),
+        _int(task.x.shape[0]),
+        _long(task.ldx),
+        _int(task.k),
+        _int(INPUTS[task.kind]),
+        _int(0 if task.gain is None else GAINS[task.gain.dtype]),
+        _float(task.transform.scale),
+        _float(task.eps),
+        *task.tail,
+    )
+
+
+@cache
+def _signs(transform: Transform, m: int, index: int) -> "Tensor":
+    _outside_capture(transform)
+    return torch.from_numpy(quantize_plan.dense_bits(transform, m)).to(torch.device("cuda", index))
+
+
+@cache
+def _tables(transform: Transform, size: int, index: int) -> tuple["Tensor", "Tensor"]:
+    _outside_capture(transform)
+    entries, words = (torch.from_numpy(table) for table in quantize_plan.any_tables(transform, size))
+    where = torch.device("cuda", index)
+    return entries.to(where), words.to(where)
+
+
+def _outside_capture(transform: Transform) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "a transform is met for the first time while a graph is captured",
+            code="operator-argument",
+            where="transform",
+            found=transform.key,
+            hint="call the operator once, or quantize_launch.prepare, before the capture",
+        )
+
+
+def prepare(transform: Transform, heads: int, size: int, index: int) -> None:
+    """Bring a transform's signs to a card, so that a later graph capture finds them.
+
+    Args:
+        transform: of the operator to come.
+        heads: it runs over, or 0.
+        size: channels of a head, or 1.
+        index: of the card.
+    """
+    with torch.cuda.device(index):
+        found = quantize_plan.dense(transform, heads, size, _card(index)[0]) if transform.factors else None
+        if found is not None:
+            _signs(transform, found[1], index)
+        _tables(transform, size, index)

@@ -1,0 +1,233 @@
+"""The quantize operators on a card against their definition: every kernel, every order, edge rows, refusals."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from w4pack.convert.errors import UsageError  # noqa: E402
+from w4pack.kernels.quarot import orders_int, quantize_reference  # noqa: E402
+from w4pack.kernels.quarot.transform import Transform  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+Found = tuple[torch.Tensor, torch.Tensor]
+# Sums of n terms in another order differ by some ulp of fp32, so codes differ at ties only: 1 in 10,000 at most.
+TIES, SCALE = 1e-4, 4e-6
+DENSE = (1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 7168, 8192, 10240, 14336, 16384, 28672, 32768)
+ANY = (576, 896, 2304, 4864, 5376, 11008, 13696, 13824, 18944, 25600)
+MODES = ((4, 0.9, 1), (8, 1.0, 1), (4, 0.8, 2), (8, 0.95, 3), (8, 1.0, 0), (4, 1.0, 3), (16, 1.0, 0))
+
+
+def poison() -> None:
+    """Fill what an allocation of a moment later is likely to get."""
+    for _ in range(4):
+        torch.full((1 << 22,), float("nan"), device="cuda")
+
+
+def normal(m: int, k: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator(device="cuda").manual_seed(seed * 7919 + m + k)
+    x = torch.randn(m, k, device="cuda", generator=g)
+    x[:, :: max(1, k // 7)] *= 20  # outliers, as activations have them
+    return x.to(dtype)
+
+
+def compare(found: Found, y: torch.Tensor, dtype: torch.dtype, mode: tuple[int, float, int], width: int) -> None:
+    """Check codes and scales against those of y, computed in float64."""
+    bits, clip, order = mode
+    wanted = quantize_reference.codes(y.float(), dtype, bits, clip, order, width)
+    if bits == 16:
+        step = torch.finfo(dtype).eps
+        torch.testing.assert_close(found[0].float(), wanted[0].float(), rtol=step, atol=step)
+        assert found[1].shape == (0,)
+        return
+    torch.testing.assert_close(found[1], wanted[1], rtol=SCALE, atol=0)
+    assert found[0].shape == wanted[0].shape and found[0].dtype == wanted[0].dtype
+    a, b = (orders_int.natural(codes, order).int() for codes in (found[0], wanted[0]))
+    assert int((a - b).abs().max()) <= 1
+    share = float((a != b).float().mean())
+    assert share <= max(TIES, 2 / a.numel()), share
+    assert bool((a[:, y.shape[1] :] == 0).all())
+
+
+def transformed(v: torch.Tensor, transform: Transform, heads: int = 0) -> torch.Tensor:
+    """Return the transform of float64 values."""
+    if heads:
+        return quantize_reference.apply(v.unflatten(-1, (heads, -1)), transform, -2).flatten(-2)
+    return quantize_reference.apply(v, transform)
+
+
+def rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.double()
+    return torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
+@pytest.mark.parametrize("n", [*DENSE, *ANY])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_transform_and_quantize(n: int, dtype: torch.dtype) -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    transform = Transform.planned(n)
+    x = normal(5, n, dtype)
+    y = transformed(x.double(), transform)
+    poison()
+    for bits, clip, order in MODES:
+        found = ops.act_quantize(x, "none", transform.key, bits, clip, order, n)
+        compare(found, y, dtype, (bits, clip, order), n)
+    found = ops.norm_quantize(x, None, 1e-5, transform.key, 4, 0.9, 1, n)
+    compare(found, y * rms(x, 1e-5), dtype, (4, 0.9, 1), n)
+
+
+@pytest.mark.parametrize("n", [2048, 8192, 14336, 28672, 11008])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_activation_transform_and_quantize(n: int, activation: str, dtype: torch.dtype) -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    transform = Transform.planned(n)
+    gate_up = normal(7, 2 * n, dtype)
+    d = quantize_reference.activation(gate_up, activation)
+    for key in (transform.key, ""):
+        y = transformed(d.double(), Transform.of(key))
+        for bits, clip, order in ((4, 0.9, 1), (8, 1.0, 1), (16, 1.0, 0)):
+            poison()
+            found = ops.act_quantize(gate_up, activation, key, bits, clip, order, n)
+            if bits == 16 or key == "":
+                # d itself may be rounded the other way: the device's exponential is not the library's.
+                step = 2 * float(torch.finfo(dtype).eps)
+                made = found[0].float() if bits == 16 else None
+                if made is not None:
+                    torch.testing.assert_close(made, y.float(), rtol=step, atol=step)
+                    continue
+            compare(found, y, dtype, (bits, clip, order), n)
+
+
+@pytest.mark.parametrize("gained", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norm_and_quantize(gained: bool, dtype: torch.dtype) -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    for k, width in ((64, 64), (2304, 2304), (4096, 4096), (8192, 8192), (5000, 5056), (18432, 18432)):
+        x = normal(6, k, dtype, 1)
+        for type_ in (torch.float32, dtype) if gained else (None,):
+            gain = None if type_ is None else (1 + torch.randn(k, device="cuda") / 4).to(type_)
+            y = x.double() * (1 if gain is None else gain.double()) * rms(x, 1e-6)
+            for bits, clip, order in MODES:
+                poison()
+                found = ops.norm_quantize(x, gain, 1e-6, "", bits, clip, order, width)
+                compare(found, y, dtype, (bits, clip, order), width)
+
+
+@pytest.mark.parametrize("n", [3584, 4096, 4608])
+def test_norm_with_gain_in_front_of_a_transform(n: int) -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    x, gain = normal(9, n, torch.bfloat16), 1 + torch.randn(n, device="cuda") / 4
+    transform = Transform.planned(n)
+    y = transformed(x.double() * gain.double(), transform) * rms(x, 1e-6)
+    found = ops.norm_quantize(x, gain, 1e-6, transform.key, 8, 1.0, 1, n)
+    compare(found, y, x.dtype, (8, 1.0, 1), n)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(8, 64), (32, 64), (64, 64), (12, 128), (32, 128), (40, 128), (64, 128)])
+def test_across_heads(heads: int, size: int) -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    check_heads(ops, heads, size, Transform.planned(heads))
+
+
+@pytest.mark.parametrize(("heads", "size"), [(14, 64), (16, 256), (8, 96), (20, 80), (96, 128), (4, 256)])
+def test_across_heads_of_other_sizes(heads: int, size: int) -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    check_heads(ops, heads, size, Transform.planned(heads))
+
+
+def test_across_heads_in_parts() -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    check_heads(ops, 64, 128, Transform.planned(64, parts=4))
+
+
+def check_heads(ops: object, heads: int, size: int, transform: Transform) -> None:
+    k = heads * size
+    width = -(-k // 64) * 64
+    x = normal(5, k, torch.float16, 3)
+    y = transformed(x.double(), transform, heads)
+    for bits, clip, order in MODES:
+        poison()
+        found = ops.heads_quantize(x, heads, transform.key, bits, clip, order, width)  # type: ignore[attr-defined]
+        compare(found, y, x.dtype, (bits, clip, order), width)
+
+
+@pytest.mark.parametrize("n", [4096, 14336, 11008])
+@pytest.mark.parametrize("key", [True, False])
+def test_edge_rows(n: int, key: bool) -> None:
+    """Zeros, one huge value, an infinity, a NaN, tiny values: codes and scales are defined for each."""
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    x = normal(8, n)
+    x[0] = 0
+    x[1] = 1e-3
+    x[1, 5] = 6e4
+    x[2, 7] = float("inf")
+    x[3, n - 1] = float("nan")
+    x[4] = 6e-8
+    x[5] = 1
+    transform = Transform.planned(n) if key else Transform.of("")
+    for bits, order in ((4, 1), (8, 3), (4, 2)):
+        poison()
+        codes, scales = ops.act_quantize(x, "none", transform.key, bits, 1.0, order, n)
+        natural = orders_int.natural(codes, order)
+        for row in (0, 2, 3):
+            assert bool((natural[row] == 0).all()), (row, bits)
+        assert float(scales[0]) == 1 and bool(scales[2:4].isnan().all())
+        kept = [0, 1, 4, 5, 6, 7]
+        compare((codes[kept], scales[kept]), transformed(x.double(), transform)[kept], x.dtype, (bits, 1.0, order), n)
+
+
+@pytest.mark.parametrize("m", [0, 1, 3, 300, 1111])
+def test_any_number_of_rows_and_a_stride(m: int) -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    for n in (4096, 3584, 28672):
+        transform = Transform.planned(n)
+        x = normal(max(m, 1), n + 64)[:m, :n]
+        found = ops.act_quantize(x, "none", transform.key, 8, 1.0, 1, n)
+        if m:
+            compare(found, transformed(x.double(), transform), x.dtype, (8, 1.0, 1), n)
+        plain = ops.norm_quantize(x, None, 1e-5, "", 4, 0.9, 1, n)
+        if m:
+            compare(plain, x.double() * rms(x, 1e-5), x.dtype, (4, 0.9, 1), n)
+
+
+def test_a_graph_replays_what_eager_computes() -> None:
+    from w4pack.kernels.quarot import quantize_launch
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    transform = Transform.planned(14336)
+    quantize_launch.prepare(transform, 0, 1, 0)
+    x = normal(4, 14336)
+    eager = ops.act_quantize(x, "none", transform.key, 4, 0.9, 1, 14336)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.act_quantize(x, "none", transform.key, 4, 0.9, 1, 14336)
+    poison()
+    graph.replay()
+    assert torch.equal(out[0], eager[0]) and torch.equal(out[1], eager[1])
+
+
+def test_wrong_arguments_never_reach_the_card() -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    x = normal(2, 4096)
+    with pytest.raises(UsageError, match="another size"):
+        ops.act_quantize(x, "none", Transform.planned(2048).key, 4, 0.9, 1, 4096)
+    with pytest.raises(UsageError, match="not known"):
+        ops.act_quantize(x, "none", "4096:7-paley1", 4, 0.9, 1, 4096)
+    with pytest.raises(UsageError, match="dtype"):
+        ops.act_quantize(x.float(), "none", "", 4, 0.9, 1, 4096)
+    with pytest.raises(UsageError, match="width"):
+        ops.act_quantize(x, "none", "", 4, 0.9, 1, 4032)
