@@ -480,7 +480,8 @@ def evaluate(**given: Any) -> None:
     type=click.FloatRange(0),
     default=0.0,
     show_default=True,
-    help="Above 0: draw tokens, the more freely the higher; 0: always take the likeliest.",
+    help="Above 0: draw tokens, the more freely the higher; 0: always take the likeliest, after what "
+    "generation_config.json asks for (repetition_penalty and the like).",
 )
 @click.option(
     "--top-p",
@@ -499,6 +500,18 @@ def evaluate(**given: Any) -> None:
 @click.option("--system", metavar="TEXT", help="What the model is told before the prompt.")
 @click.option(
     "--no-chat", "chat", flag_value=False, default=True, help="Send the prompt as it is, in no chat template."
+)
+@click.option(
+    "--act-bits",
+    type=click.Choice(["4", "8", "16"]),
+    callback=_number,
+    help="Of activations, of an artifact that was made for it: as it was calibrated unless asked otherwise.",
+)
+@click.option(
+    "--kv-bits",
+    type=click.Choice(["4", "8", "16"]),
+    callback=_number,
+    help="Of keys and values in the cache, likewise.",
 )
 @hub_options
 @output_options

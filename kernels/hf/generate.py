@@ -110,7 +110,7 @@ def _open(given: Given) -> Speaker:
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)
-        model = load(folder, device)
+        model = load(folder, device, act_bits=given["act_bits"], kv_bits=given["kv_bits"])
     for warning in told:
         _note(given, f"warning: {warning.message}")
     return Speaker(model, tokenizer, given, time.perf_counter() - start)
@@ -212,12 +212,14 @@ def _tokens(speaker: Speaker, prompt: str) -> "Tensor":
     else:
         found = tokenizer(prompt)
     ids = list(found["input_ids"])
+    if not ids:
+        raise UsageError("the prompt is empty", code="prompt-length", where="PROMPT", expected="some text")
     most = _context(speaker)
-    if not ids or (most is not None and len(ids) >= most):
+    if most is not None and len(ids) >= most:
         raise UsageError(
             "the prompt has no room in the model's context",
             code="prompt-length",
-            expected=f"1 to {most - 1 if most else 'any number of'} tokens",
+            expected=f"at most {most - 1} tokens",
             found=str(len(ids)),
         )
     return torch.tensor([ids], device=speaker.model.device)
@@ -279,10 +281,17 @@ def _record(speaker: Speaker, prompt: str, ids: "Tensor", stream: "Stream") -> d
         "finish": "length" if stream.count >= _most_new(speaker, ids.shape[1]) else "stop",
         "device": str(speaker.model.device),
         "dtype": str(speaker.model.dtype).removeprefix("torch."),
+        **_bits(speaker.model),
         "load_seconds": round(speaker.load_seconds, 3),
         "first_token_seconds": round(stream.first_seconds, 4),
         "tokens_per_second": None if stream.rate is None else round(stream.rate, 2),
     }
+
+
+def _bits(model: "PreTrainedModel") -> dict[str, int]:
+    """Return the bits that the model runs with, 16 where the artifact quantizes nothing at run time."""
+    settings = getattr(model, "online_settings", None)
+    return {"act_bits": settings.act_bits, "kv_bits": settings.kv_bits} if settings else {}
 
 
 def _figures(speaker: Speaker, stream: "Stream") -> str:

@@ -143,6 +143,7 @@ def wire(frame: Skeleton, made: OnlinePlan) -> None:
         wiring.mlp_output(layer.mlp)
     if made.settings.kv_bits != WIDE:
         wiring.cache()
+    frame.model.online_settings = made.settings
 
 
 class _Wiring:
