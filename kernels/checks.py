@@ -185,6 +185,22 @@ def order(perm: "Tensor", x: "Tensor", name: str, length: int) -> None:
     same_device("perm", perm, name, x)
 
 
+def order_values(perm: "Tensor", length: int) -> None:
+    """Check what a permutation holds. On a GPU that would wait for the card: there the loader has checked it.
+
+    Raises:
+        UsageError: not every number from 0 to ``length`` - 1 once.
+    """
+    import torch
+
+    if length == 0:
+        return
+    seen = perm.sort().values
+    whole = bool((seen == torch.arange(length, dtype=perm.dtype)).all())
+    found = "" if whole else f"{int(seen[0])} .. {int(seen[-1])}"
+    require(whole, "perm is no permutation", "perm", f"every number of 0 .. {length - 1} once", found)
+
+
 def gptq_words(words: "Tensor", bits: int) -> tuple[int, int]:
     """Check GPTQ words (K*bits/32, N); return (K, N).
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from w4pack.kernels import moe_checks, moe_launch, reference
+from w4pack.kernels import checks, moe_checks, moe_launch, reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +52,7 @@ def _gather_cpu(x: "Tensor", rows: "Tensor", offsets: "Tensor", perm: "Tensor", 
     moe_checks.values(rows, offsets, x.shape[0])
     out = torch.zeros((rows.numel(), width), dtype=x.dtype, device=x.device)
     for expert, start, end in _spans(offsets):
+        checks.order_values(perm[expert], x.shape[1])
         out[start:end] = reference.gather(x[rows[start:end].long()], perm[expert], width)
     return out
 

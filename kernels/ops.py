@@ -276,6 +276,7 @@ def _gemm_out_cpu(
 
 def _gather_cpu(x: "Tensor", perm: "Tensor", width: int) -> "Tensor":
     _check_gather(x, perm, width)
+    checks.order_values(perm, x.shape[1])
     return reference.gather(x, perm, width)
 
 
@@ -290,6 +291,7 @@ def _repack_cpu(words: "Tensor", perm: "Tensor | None", bits: int) -> "Tensor":
     k, _ = checks.gptq_words(words, bits)
     if perm is not None:
         checks.order(perm, words, "words", k)
+        checks.order_values(perm, k)
     return reference.repack(words, perm, bits)
 
 

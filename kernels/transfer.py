@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from w4pack.convert.errors import SourceError, UsageError, W4PackError
 from w4pack.convert.files.checkpoint import open_checkpoint
@@ -32,6 +33,8 @@ DTYPES: dict[str, str] = {
     "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
+
+EXCHANGED = (torch.int32, torch.float16, torch.bfloat16, torch.float32)  # what every DLPack has
 
 
 def load_tensors(
@@ -202,14 +205,19 @@ def torch_dtype(tag: str, key: str) -> torch.dtype:
 
 
 def _views(plan: Plan, arenas: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors as views: one call each, because there may be 100,000."""
+    """Return the tensors as views: a few calls each, because there may be 100,000.
+
+    Each has a storage of its own, which is a part of the arena and keeps it: ``torch.save`` writes whole
+    storages, and refuses one that is seen with two dtypes.
+    """
     typed: dict[tuple[int, str], torch.Tensor] = {}
     tensors = {}
     for key, (arena, offset, tag, shape) in plan.places.items():
         whole = typed.get((arena, tag))
         if whole is None:
             whole = typed[arena, tag] = arenas[arena].view(torch_dtype(tag, key))
-        tensors[key] = whole.as_strided(shape, _strides(shape), offset // whole.element_size())
+        view = whole.as_strided(shape, _strides(shape), offset // whole.element_size())
+        tensors[key] = from_dlpack(view.__dlpack__()) if view.dtype in EXCHANGED and view.numel() else view
     return tensors
 
 

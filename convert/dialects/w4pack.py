@@ -71,7 +71,7 @@ def _claim(block: Mapping[str, Any]) -> ModuleClaim:
 
 def _refusals(config: Mapping[str, Any]) -> reading.Pairs:
     version = config.get("artifact_version")
-    if version != ARTIFACT_VERSION or isinstance(version, bool):
+    if type(version) is not int or version != ARTIFACT_VERSION:  # 1.0 and true are equal to 1
         return (
             _pair("artifact_version", version, str(ARTIFACT_VERSION)),
         )  # other keys may mean other things
@@ -109,7 +109,7 @@ def _module_refusals(name: str, entry: Any) -> list[tuple[str, str]]:
 def _scheme_refusals(where: str, block: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = []
     bits = block.get("bits")
-    if isinstance(bits, bool) or bits not in reading.READ_BITS:
+    if type(bits) is not int or bits not in reading.READ_BITS:  # 4.0 is equal to 4
         found.append(_pair(where + "bits", bits, "4 or 8"))
     group = block.get("group_size")
     if not isinstance(group, int) or isinstance(group, bool) or (group < 1 and group != ONE_GROUP):

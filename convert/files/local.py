@@ -78,6 +78,8 @@ class LocalStore:
         self._blobs: dict[str, LocalBlob] = {}
         self._files: dict[str, int] | None = None
         self._real: dict[str, str] = {}
+        if not self.label:  # to the operating system: the current folder
+            raise SourceError("no such folder", code="no-such-folder", where="(empty)")
         try:
             self._root = os.path.realpath(self.label, strict=True)
             is_folder = stat.S_ISDIR(os.stat(self._root).st_mode)  # noqa: PTH116 - one stat, one error path

@@ -4,6 +4,10 @@
 // collects the rest from the blocks after it). Every block handles the tile it hands over first, so the block that
 // waits is at the end of its work when the others are at the beginning of theirs. The cut depends on the shape and
 // the grid only: results do not change from run to run.
+//
+// A block that waits needs the others on the card. The grid is no larger than what fits at once (tiles.py), so they are
+// there, or come when an earlier kernel's blocks end. Nothing promises that under MPS, where a client may get fewer
+// multiprocessors than it is told of and two clients may fill the card by halves ("Shared cards", docs/guides/run.md).
 #pragma once
 #include "tile.cuh"
 

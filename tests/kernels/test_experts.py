@@ -194,6 +194,7 @@ def test_wrong_arguments_are_errors_that_name_the_argument() -> None:
     for args, where in (
         ((x, rows, offsets, perm.long(), H), "perm"),
         ((x, rows, offsets, perm[:, :64].contiguous(), H), "perm"),
+        ((x, rows, offsets, perm.flip(1).clamp(max=H - 2), H), "perm"),
         ((x, rows, offsets, perm, H - 8), "width"),
         ((x, rows, offsets, perm, H + 4), "width"),
     ):

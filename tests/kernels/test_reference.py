@@ -118,6 +118,24 @@ def test_wrong_arguments_name_what_is_wrong() -> None:
         ops.repack(torch.zeros((16, 48), dtype=torch.int32), None, 4)
 
 
+@pytest.mark.parametrize(("at", "value"), [(0, -1), (3, 64), (5, 2**31 - 1), (63, -(2**31))])
+def test_a_perm_that_is_none_is_an_error_and_never_an_index(at: int, value: int) -> None:
+    """Torch would take -1 as the last column; the card would read wherever it points."""
+    x, words = torch.randn(2, 64).half(), torch.zeros((8, 64), dtype=torch.int32)
+    right = torch.randperm(64).int()
+    ops.gather(x, right, 64)
+    ops.repack(words, right, 4)
+    twice = right.clone()
+    twice[0] = twice[1]
+    wrong = right.clone()
+    wrong[at] = value
+    for perm in (wrong, twice):
+        for call in (lambda p=perm: ops.gather(x, p, 64), lambda p=perm: ops.repack(words, p, 4)):
+            with pytest.raises(UsageError) as told:
+                call()
+            assert (told.value.what, told.value.where) == ("perm is no permutation", "perm")
+
+
 @pytest.mark.parametrize(("bits", "words"), [(4, 129), (8, 257), (8, 259)])
 def test_a_weight_that_ends_inside_a_column_is_an_error(bits: int, words: int) -> None:
     weight = torch.zeros((4, words), dtype=torch.int32)

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import os
 import struct
@@ -132,7 +133,9 @@ def test_tensors_of_one_file_share_one_allocation(tmp_path: Path) -> None:
     tensors = {f"t{i}": random_tensor(torch.float16, (32, 32), i) for i in range(5)}
     library.save_file(tensors, tmp_path / "x.safetensors")
     found = transfer.load_file(tmp_path / "x.safetensors")
-    assert len({t.untyped_storage().data_ptr() for t in found.values()}) == 1
+    starts = sorted(t.data_ptr() for t in found.values())
+    assert [b - a for a, b in itertools.pairwise(starts)] == [32 * 32 * 2] * 4  # one behind the other
+    assert {t.untyped_storage().nbytes() for t in found.values()} == {32 * 32 * 2}  # and each saved by itself
     assert all(t.data_ptr() % 16 == 0 for t in found.values())
 
 

@@ -138,7 +138,7 @@ def test_wrong_uses_are_told(out: Path, chatty: Path, demo: Path, tmp_path: Path
     uses: list[tuple[tuple[Any, ...], int, str]] = [
         ((out, "x", "--system", "y"), 2, "no chat template"),
         ((chatty, "x", "--system", "y", "--no-chat"), 2, "--no-chat"),
-        ((out, ""), 2, "no room"),
+        ((out, ""), 2, "the prompt is empty"),
         ((out, "x" * 2000), 2, "no room"),
         ((silent, "x"), 1, "no tokenizer"),
         ((refusing, "x"), 1, "no conversation"),

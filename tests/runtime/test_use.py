@@ -1,7 +1,9 @@
 """What people do with a model and with the command, beside what they should: right, or said in words."""
 
+import copy
 import io
 import json
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +41,46 @@ def out(tmp_path: Path) -> Path:
 def edit(folder: Path, **changed: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changed))
+
+
+# ---- saving and copying -----------------------------------------------------------------------------------
+
+
+def saved(model: Any, place: Path) -> Any:
+    torch.save(model, place / "model.pt")
+    return torch.load(place / "model.pt", weights_only=False)
+
+
+def restored(model: Any, place: Path) -> Any:
+    """Another model of the same artifact, its numbers lost and read back."""
+    torch.save(model.state_dict(), place / "state.pt")
+    other = w4pack.load(place / "out")
+    with torch.no_grad():
+        for tensor in other.parameters():
+            tensor.zero_()
+    other.load_state_dict(torch.load(place / "state.pt"))
+    return other
+
+
+WAYS: dict[str, Callable[[Any, Path], Any]] = {
+    "torch.save": saved,
+    "state_dict": restored,
+    "pickle": lambda model, place: pickle.loads(pickle.dumps(model)),
+    "deepcopy": lambda model, place: copy.deepcopy(model),
+}
+
+
+@pytest.mark.parametrize("name", [NAME, EXPERTS])
+def test_a_model_can_be_saved_by_torch_and_copied(name: str, tmp_path: Path) -> None:
+    convert(models.source(name, tmp_path), tmp_path / "out")
+    model = w4pack.load(tmp_path / "out")
+    expected = models.logits(model)
+    for way, function in WAYS.items():
+        found = function(model, tmp_path)
+        assert torch.equal(models.logits(found), expected), way
+        assert found.state_dict().keys() == model.state_dict().keys(), way
+    size = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    assert (tmp_path / "state.pt").stat().st_size < 2 * size  # each tensor once, not its file for each
 
 
 # ---- load -------------------------------------------------------------------------------------------------
@@ -103,6 +145,13 @@ def test_a_number_of_threads_that_is_none_is_an_error(threads: Any, out: Path) -
     with pytest.raises(UsageError) as told:
         w4pack.load(out, threads=threads, check_hashes=True)
     assert told.value.code == "threads"
+
+
+def test_an_empty_path_is_no_folder() -> None:
+    """To the operating system it is the current one."""
+    with pytest.raises(SourceError) as told:
+        w4pack.load("")
+    assert (told.value.code, told.value.where) == ("no-such-folder", "(empty)")
 
 
 def test_a_device_that_is_no_device_is_an_error(out: Path) -> None:
