@@ -217,7 +217,7 @@ def damaged(shelf: Shelf) -> Iterator[Case]:
 PLAIN = "gptqmodel-w4g128-asym-llama"
 # label, fixture, what of the engine's options, what is expected, what an error says
 FLAGS: tuple[tuple[str, str, dict[str, Any], str, str], ...] = (
-    ("float32", PLAIN, {"dtype": "float32"}, "refuses", "float32 is not supported"),
+    ("float32", PLAIN, {"options": {"dtype": "float32"}}, "refuses", "float32 is not supported"),
     ("method", PLAIN, {"options": {"quantization": "gptq"}}, "refuses", "does not match"),
     ("loader-option", PLAIN, loader_with(thread=1), "refuses", "no such option"),
     ("no-threads", PLAIN, loader_with(threads=0), "refuses", "at least 1"),
