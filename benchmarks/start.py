@@ -267,6 +267,7 @@ def cold(where: Path | None, repeats: int, device: str, tiny: bool) -> list[dict
             for way in WAYS:
                 found = spawn("cold", way, folders[way], device)
                 found["seconds"] = found["ended"] - found["started"]
+                print(f"  turn {turn}" + told(way, sizes[way], [found]), flush=True)
                 if turn:
                     runs[way].append(found)
     tokens = {run["token"] for way in WAYS for run in runs[way]}
