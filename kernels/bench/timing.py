@@ -6,6 +6,7 @@ replays are queued. On a CPU the same code runs without graphs, by the clock: th
 """
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -90,6 +91,9 @@ def race(
 ) -> dict[str, float]:
     """Return the median microseconds of each candidate, repeats interleaved.
 
+    Each repeat has an order of its own: a card that has just run at its power limit is slower for a while,
+    and the same candidate must not always be the one that pays for its neighbour.
+
     A candidate that cannot run ends the race, or is handed to ``on_error`` and left out.
     """
     live = []
@@ -102,8 +106,8 @@ def race(
             on_error(candidate, error)
         else:
             live.append(candidate)
-    for _ in range(repeats):
-        for candidate in live:
+    for turn in range(repeats):
+        for candidate in random.Random(turn).sample(live, len(live)):
             candidate.sample()
     return {candidate.name: candidate.median for candidate in live}
 

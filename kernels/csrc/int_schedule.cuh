@@ -10,7 +10,7 @@
 #include "scheduler.cuh"
 
 #ifndef INT_BAND
-#define INT_BAND 8
+#define INT_BAND 4
 #endif
 constexpr int BAND = INT_BAND;
 constexpr int EXCHANGE = 7;  // units that handing sums over costs a block

@@ -1,13 +1,17 @@
 // Results of a tile whose words are spread over the lanes of two warps (IntTile::SPREAD), to the output.
 //
 // Of each 8 columns that a warp made, columns 0, 1, 4, 5 are its own and 2, 3, 6, 7 the other warp's, in the same place
-// of that warp's columns. So each warp leaves eight tokens in shared memory as it has them, and a lane puts together
-// the 16 bytes of a token from its own warp's row and the other's. Two buffers take turns: one barrier a token tile.
+// of that warp's columns. So each warp leaves 16 tokens in shared memory as it has them, and a lane puts together the
+// 16 bytes of a token from its own warp's row and the other's. Two buffers take turns: one barrier for 16 tokens. The
+// tokens' scales are brought first, all at once: a trip to the L2 for every 8 tokens would take longer than the rest.
 #pragma once
 #include "int_scaling.cuh"
 
 template <class T> struct SpreadStore {
-  static constexpr int ROW_BYTES = 64, BUFFER = 8 * ROW_BYTES;  // of a warp: 32 columns of 8 tokens
+  static constexpr int ROW_BYTES = 64, TILE_BYTES = 8 * ROW_BYTES;  // of a warp: 32 columns of 8 tokens
+  static constexpr int ROUND = 2, SCALES_AT = 2 * ROUND * TILE_BYTES;  // token tiles of a buffer
+  static_assert(T::TOKEN_TILES % ROUND == 0, "whole buffers");
+  static_assert(T::WARP_ROWS_BYTES == SCALES_AT + 4 * T::TOKENS, "room for both buffers and the scales");
 
   const IntProblem &p;
   const Scaling<T> &scaling;
@@ -18,9 +22,16 @@ template <class T> struct SpreadStore {
   DEVICE u32 rows_of(int of_warp) const {
     return staging + of_warp * T::WARP_ROWS_BYTES;
   }
+  DEVICE void bring_scales(int token0) const {
+#pragma unroll
+    for (int i = 0; i < T::TOKENS; i += 32)
+      if (T::TOKENS % 32 == 0 || i + lane < T::TOKENS)
+        ptx::store_shared_4(rows_of(warp) + SCALES_AT + (i + lane) * 4, scaling.act_scale(token0 + i + lane));
+    __syncwarp();
+  }
   // A token tile's values, scaled only now: all of them at once would not fit beside their sums.
   DEVICE void packed(u32 (&v)[4], const Sums<T> &sums, int tile) const {
-    const float2 by = scaling.act_scales(tile);
+    const float2 by = ptx::load_shared_float2(rows_of(warp) + SCALES_AT + (tile * 8 + lane % 4 * 2) * 4);
 #pragma unroll
     for (int pair = 0; pair < 4; pair++) {
       const float *const sum = &sums[pair / 2][tile][pair % 2 * 2];
@@ -29,6 +40,7 @@ template <class T> struct SpreadStore {
   }
 
   DEVICE void operator()(const Sums<T> &sums, int token0, int column0) const {
+    bring_scales(token0);
     if (p.ldy % 8 == 0 && reinterpret_cast<u64>(p.y) % 16 == 0)
       rows(sums, token0, column0);
     else
@@ -42,15 +54,22 @@ template <class T> struct SpreadStore {
     int left = p.m - token0 - lane / 4;  // tokens from this lane's on
     const u32 step = p.ldy * 16;
 #pragma unroll
-    for (int tile = 0; tile < T::TOKEN_TILES; tile++) {
-      const u32 buffer = tile % 2 * BUFFER;
-      u32 v[4];
-      packed(v, sums, tile);
-      ptx::store_matrix_x4_transposed(own + buffer + matrix_row, v);
+    for (int first = 0; first < T::TOKEN_TILES; first += ROUND) {
+      const u32 buffer = first / ROUND % 2 * ROUND * TILE_BYTES;
+#pragma unroll
+      for (int i = 0; i < ROUND; i++) {
+        u32 v[4];
+        packed(v, sums, first + i);
+        ptx::store_matrix_x4_transposed(own + buffer + i * TILE_BYTES + matrix_row, v);
+      }
       ptx::barrier(1 + warp / 2, 64);
-      const uint4 mine = ptx::load_shared_16(own + buffer + at), theirs = ptx::load_shared_16(other + buffer + at);
-      if (left > 0) *reinterpret_cast<uint4 *>(to) = make_uint4(mine.x, theirs.y, mine.z, theirs.w);
-      to += ptx::opaque(step), left -= 8;
+#pragma unroll
+      for (int i = 0; i < ROUND; i++) {
+        const u32 from = buffer + i * TILE_BYTES + at;
+        const uint4 mine = ptx::load_shared_16(own + from), theirs = ptx::load_shared_16(other + from);
+        if (left > 0) *reinterpret_cast<uint4 *>(to) = make_uint4(mine.x, theirs.y, mine.z, theirs.w);
+        to += ptx::opaque(step), left -= 8;
+      }
     }
     ptx::barrier(1 + warp / 2, 64);  // the next tile writes the first buffer again
   }

@@ -50,7 +50,7 @@ struct IntTile {
   static constexpr int SUM_BYTES = (SLOTS - 1) * TILE_N * TOKENS * 4;
   static constexpr int BARRIERS_AT = RING_BYTES + SUM_BYTES, BARRIER_BYTES = PRODUCER ? 512 : 0;
   static constexpr bool STAGED_ROWS = PRODUCER && SLOTS == 1 && WORDS > 1;
-  static constexpr int ROWS_AT = BARRIERS_AT + BARRIER_BYTES, WARP_ROWS_BYTES = 8 * 2 * WARP_N * (SPREAD ? 2 : 1);
+  static constexpr int ROWS_AT = BARRIERS_AT + BARRIER_BYTES, WARP_ROWS_BYTES = SPREAD ? 2048 + 4 * TOKENS : 8 * 2 * WARP_N;
   static constexpr int SHARED_BYTES = ROWS_AT + (STAGED_ROWS ? WARPS * WARP_ROWS_BYTES : 0);
 
   static_assert(ACT == FP16 || ACT == BF16, "the output is fp16 or bf16");

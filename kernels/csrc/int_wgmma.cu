@@ -37,9 +37,12 @@ constexpr int SPARED = ((WARPGROUPS + 1) * GIVEN - PRODUCER_REGISTERS) / WARPGRO
 constexpr int MULTIPLIER_REGISTERS = SPARED < 240 ? SPARED : 240;
 
 #ifndef INT_FINE
-#define INT_FINE (T::WORDS * T::TOKENS > 320)
+#define INT_FINE (T::WORDS * T::TOKENS > 256)
 #endif
 constexpr bool FINE = INT_FINE;
+#ifndef INT_SKEW
+#define INT_SKEW 2
+#endif
 
 extern __shared__ __align__(1024) u8 shared[];
 
@@ -116,6 +119,24 @@ DEVICE void unit_product(const IntProblem &p, const Lane<T> &lane, Sums<T> &sums
   }
 }
 
+// The second of two warpgroups begins when the first is some units ahead, and stays behind: so each multiplies while
+// the other stores its results.
+struct Stagger {
+  static constexpr bool USED = WARPGROUPS == 2 && T::SLOTS == 1 && INT_SKEW > 0;
+  static constexpr u32 ID = 14;
+  int left = USED && threadIdx.x < 128 ? (INT_SKEW) : 0;
+
+  DEVICE Stagger() {
+    if (USED && threadIdx.x >= 128) ptx::barrier(ID, T::THREADS);
+  }
+  DEVICE void pass() {
+    if (left > 0) left = 0, ptx::barrier_pass(ID, T::THREADS);
+  }
+  DEVICE void unit_done() {
+    if (left > 0 && --left == 0) ptx::barrier_pass(ID, T::THREADS);
+  }
+};
+
 DEVICE void multiply(const IntProblem &p, int slot) {
   const Lane<T> lane(threadIdx.x % T::SLOT_THREADS / 32, threadIdx.x % 32);
   Ring<T> ring(ptx::shared_address(shared), slot);
@@ -125,6 +146,7 @@ DEVICE void multiply(const IntProblem &p, int slot) {
     in_use = 0;
   };
   Run<T> run(p);
+  Stagger stagger;
   while (run.more()) {
     const Segment segment = run.take(p);
     IntSums<T> part;
@@ -136,12 +158,15 @@ DEVICE void multiply(const IntProblem &p, int slot) {
       unit_product(p, lane, sums, part, ring.stage(), unit, release);
       in_use = ring.empty();
       ring.advance();
+      stagger.unit_done();
     }
     finish_products(part);
     release();
+    stagger.pass();
     if constexpr (!T::GROUPED) as_sums<T>(sums, part);
     finish_int_segment<T>(p, sums, segment, ptx::shared_address(shared) + T::RING_BYTES);
   }
+  stagger.pass();  // of a block without work
 }
 
 extern "C" __global__ void __launch_bounds__(T::BLOCK_THREADS, BLOCKS)

@@ -35,6 +35,9 @@ template <int PENDING> DEVICE void copy_async_wait() { asm volatile("cp.async.wa
 // A barrier among the `threads` threads that name the same `id`; slots use 1 to 8, id 0 is __syncthreads.
 DEVICE void barrier(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// Says to those who wait at a barrier that this warp has come, and goes on.
+DEVICE void barrier_pass(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
 // Lets the next kernel of the stream start its prologue now (no effect without programmatic launch).
 DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -84,6 +87,10 @@ DEVICE u32 load_shared_4(u32 address) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
+}
+
+DEVICE void store_shared_4(u32 address, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
 DEVICE void store_shared_8(u32 address, float2 v) {

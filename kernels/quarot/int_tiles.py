@@ -65,8 +65,9 @@ def stage_bytes(tile: tiles.Tile, order: int, grouped: bool) -> int:
 def shared_bytes(tile: tiles.Tile, order: int, grouped: bool) -> int:
     """Return the bytes of dynamic shared memory of a block."""
     ring = tile.slots * tile.stages * stage_bytes(tile, order, grouped)
-    spread = tile.warps * 512 if tile.producer and tile.slots == 1 and tile.words == 2 else 0  # a second buffer
-    return ring + (tile.slots - 1) * tile.partial_bytes + tile.producer_bytes + spread
+    spread = tile.producer and tile.slots == 1 and tile.words == 2
+    more = tile.warps * (2048 - 512 + 4 * tile.tokens) if spread else 0  # buffers and scales of int_store.cuh
+    return ring + (tile.slots - 1) * tile.partial_bytes + tile.producer_bytes + more
 
 
 def kernel_name(tile: tiles.Tile, dtype: str, order: int, steps: int) -> str:
