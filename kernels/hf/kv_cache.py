@@ -247,7 +247,8 @@ class KVLayer(CacheLayerMixin):
     def get_seq_length(self) -> Any:
         """Return how many tokens were passed: on the device where room is fixed, so that graphs replay."""
         if self.room is not None and self.is_initialized and self.steps.position is not None:
-            return self.steps.position
+            # A pass begins before its layers run; positions are asked for in between.
+            return self.steps.position - (self.steps.count - self.count)
         return self.count
 
     def get_max_length(self) -> int:

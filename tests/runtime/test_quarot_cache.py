@@ -170,6 +170,7 @@ def test_a_static_cache_holds_the_same_and_says_when_it_is_full() -> None:
     mask[:, :66] = True
     twin.steps.begin(2, 2, torch.device("cpu"), mask)
     assert twin.steps.lengths.tolist() == [66, 66]
+    assert int(twin.cache.get_seq_length()) == 64  # until the layers have their tokens
     with pytest.raises(UsageError, match="full"):
         Twin(1, static=70).add(129)
     twin.cache.reset()

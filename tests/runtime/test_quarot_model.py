@@ -8,22 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from torch.nn import functional  # noqa: E402
-
 import w4pack  # noqa: E402
 from runtime import quarot_models as models  # noqa: E402
 from runtime import quarot_reference as fake  # noqa: E402
+from runtime.quarot_calls import (  # noqa: E402
+    Call,
+    check_codes,
+    check_product,
+    forced,
+    layer_inputs,
+    record,
+    relative,
+)
 from w4pack.convert.rotate.constructions import matrix  # noqa: E402
-from w4pack.kernels import reference  # noqa: E402
-from w4pack.kernels.quarot import int_ops, orders_int, quantize_ops  # noqa: E402
-from w4pack.kernels.quarot.transform import Transform  # noqa: E402
 
 DENSE = ("llama", "llama-mha", "qwen2", "qwen3", "gemma2")
 EXPERTS = ("mixtral",)
@@ -58,91 +62,9 @@ def _one_thread() -> Iterator[None]:
 # ---- the codes of every site -----------------------------------------------------------------------
 
 
-class Call(NamedTuple):
-    """One call of an operator."""
-
-    kind: str
-    args: tuple[Any, ...]
-    result: Any
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    found: list[Call] = []
-    for module, name in (
-        (quantize_ops, "norm_quantize"),
-        (quantize_ops, "act_quantize"),
-        (quantize_ops, "heads_quantize"),
-        (int_ops, "int_gemm"),
-    ):
-        own = getattr(module, name)
-
-        def call(*args: Any, own: Any = own, name: str = name) -> Any:
-            result = own(*args)
-            found.append(Call(name, args, result))
-            return result
-
-        monkeypatch.setattr(module, name, call)
-    return found
-
-
-def dense_transform(key: str) -> Any:
-    """Return the matrix of a transform, float64."""
-    t = Transform.of(key)
-    return fake.hadamard({"order": t.order, "block": t.block, "factors": t.factors}) if key else None
-
-
-def exact_values(call: Call) -> tuple[Any, int, float, int]:
-    """Return (values (M, K) float64 before quantization, bits, clip, order) of a call."""
-    if call.kind == "norm_quantize":
-        x, gain, eps, key, bits, clip, order, _ = call.args
-        wide = x.double()
-        factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        y = wide * factor if gain is None else wide * factor * gain.double()
-        turn = dense_transform(key)
-        return (y if turn is None else y @ turn), bits, clip, order
-    if call.kind == "heads_quantize":
-        x, heads, key, bits, clip, order, _ = call.args
-        apart = x.double().unflatten(-1, (heads, -1)).transpose(-1, -2)
-        return (apart @ dense_transform(key)).transpose(-1, -2).flatten(-2), bits, clip, order
-    x, activation, key, bits, clip, order, _ = call.args
-    y = x
-    if activation != "none":
-        gate, up = x.float().chunk(2, -1)
-        acts = {"silu": functional.silu, "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh")}
-        y = (acts[activation](gate) * up).to(x.dtype)
-    turn = dense_transform(key)
-    return (y.double() if turn is None else y.double() @ turn), bits, clip, order
-
-
-def check_codes(call: Call) -> int:
-    """Check codes and scales of a call; return how many codes differ from the definition's."""
-    y, bits, clip, order = exact_values(call)
-    codes, scales = call.result
-    most = 2 ** (bits - 1) - 1
-    exact = y.abs().amax(-1) * clip / most
-    torch.testing.assert_close(scales.double(), exact, rtol=2e-5, atol=0)
-    natural = orders_int.natural(codes, order)[:, : y.shape[1]].double()
-    wanted = (y / exact[:, None]).round().clamp(-most - 1, most)
-    off = (natural - wanted).abs()
-    assert float(off.max()) <= 1
-    return int((off > 0).sum())
-
-
-def check_product(call: Call) -> None:
-    """Check that sums are the exact integers, and y what the definition makes of them."""
-    codes, sx, weight, scales, bias, bits, _, group, order, k, dtype = call.args
-    x = orders_int.natural(codes, order).to(torch.int64)
-    q = reference.codes(weight, bits).to(torch.int64) - 2 ** (bits - 1)
-    sw = reference.natural_scales(scales).double()
-    step = k if group == -1 else group
-    y = sum(
-        (x[:, row : row + step] @ q[row : row + step]).double() * sw[number]
-        for number, row in enumerate(range(0, k, step))
-    )
-    y = y * sx.double()[:, None] + (0 if bias is None else bias.double())
-    unit = torch.finfo(dtype).eps
-    torch.testing.assert_close(call.result.double(), y, rtol=unit, atol=1e-6)
+    return record(monkeypatch)
 
 
 @pytest.mark.parametrize("name", (*DENSE, *EXPERTS))
@@ -167,47 +89,6 @@ def test_codes_are_the_definition_s_and_sums_are_exact(
 # ---- layers from the same input --------------------------------------------------------------------
 
 
-def layer_inputs(model: Any) -> tuple[list[Any], list[Any]]:
-    """Let a model run; return inputs and outputs of its decoder layers."""
-    inputs: list[Any] = []
-    outputs: list[Any] = []
-    handles = []
-    for layer in decoder_layers(model):
-        handles.append(layer.register_forward_hook(lambda m, args, y: outputs.append(_tensor(y).float())))
-        handles.append(layer.register_forward_pre_hook(lambda m, args: inputs.append(args[0])))
-    with torch.no_grad():
-        model(TOKENS)
-    for handle in handles:
-        handle.remove()
-    return inputs, outputs
-
-
-def forced(model: Any, inputs: list[Any], run: Callable[[], Any]) -> list[Any]:
-    """Let a model run with other inputs of its layers; return their outputs."""
-    outputs: list[Any] = []
-    handles = []
-    for layer, x in zip(decoder_layers(model), inputs, strict=True):
-        handles.append(layer.register_forward_pre_hook(lambda m, args, x=x: (x.to(args[0].dtype), *args[1:])))
-        handles.append(layer.register_forward_hook(lambda m, args, y: outputs.append(_tensor(y).float())))
-    run()
-    for handle in handles:
-        handle.remove()
-    return outputs
-
-
-def decoder_layers(model: Any) -> Any:
-    base = model.model
-    return getattr(base, "decoder", base).layers
-
-
-def _tensor(y: Any) -> Any:
-    return y[0] if isinstance(y, tuple) else y
-
-
-def relative(found: Any, wanted: Any) -> float:
-    return float((found - wanted).norm() / wanted.norm())
-
-
 @pytest.mark.parametrize("name", (*DENSE, *EXPERTS, *OTHERS))
 def test_layers_are_those_of_the_fake_quantized_model(
     name: str, made: Callable[[str], Path], tmp_path: Path
@@ -221,7 +102,7 @@ def test_layers_are_those_of_the_fake_quantized_model(
         return [y - x.float() for x, y in zip(inputs, found, strict=True)]
 
     for bits in (16, 4):
-        inputs, outputs = layer_inputs(w4pack.load(out, act_bits=bits, kv_bits=bits))
+        inputs, outputs = layer_inputs(w4pack.load(out, act_bits=bits, kv_bits=bits), TOKENS)
         for x, y, z, plain in zip(inputs, outputs, wanted(bits), wanted(16), strict=True):
             most = LAYER if bits == 16 else DRIFT * relative(plain, z)
             assert relative(y - x.float(), z) < most
@@ -230,7 +111,7 @@ def test_layers_are_those_of_the_fake_quantized_model(
 def test_a_transform_that_is_left_out_is_seen(made: Callable[[str], Path], tmp_path: Path) -> None:
     """The comparison of layers fails where one record of the model is not applied."""
     out = made("llama")
-    inputs, found = layer_inputs(w4pack.load(out, act_bits=16, kv_bits=16))
+    inputs, found = layer_inputs(w4pack.load(out, act_bits=16, kv_bits=16), TOKENS)
     exact = fake.FakeModel(out, tmp_path / "plain", 16, 16)
     exact.records = {key: r for key, r in exact.records.items() if key[0] != "mlp_mid"}
     wanted = forced(exact.model, inputs, lambda: exact.logits(TOKENS))
