@@ -244,7 +244,10 @@ def test_another_seed_is_another_job(place: Path, tmp_path: Path) -> None:
 def test_online_transforms_have_no_place_in_an_ordinary_checkpoint(place: Path, tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
         rotated(source(place, "llama"), tmp_path / "out", rotate="full")
-    assert (caught.value.code, caught.value.found) == ("online-transforms", "R3, across heads, R4")
+    assert (caught.value.code, caught.value.found) == (
+        "online-transforms",
+        "transforms (R3, across heads, R4)",
+    )
 
 
 def test_a_packed_source_is_refused(tmp_path: Path) -> None:
