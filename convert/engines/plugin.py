@@ -7,7 +7,7 @@ whole tiles and groups, as in our own runtime; only what this engine does differ
 from collections import defaultdict
 from collections.abc import Iterator
 
-from w4pack.convert.core.families import expert_index, natural_key, split_name
+from w4pack.convert.core.families import HALVED_LEAVES, expert_index, natural_key, split_name
 from w4pack.convert.engines import checks, w4pack
 from w4pack.convert.engines.checks import Hit, key
 from w4pack.convert.engines.model import Kind, Model
@@ -35,6 +35,30 @@ def _tied_head(model: Model, tp: int) -> Iterator[Finding]:
     heads = [kind for kind in model.kinds if kind.lm_head]
     if heads and model.facts.config.get("tie_word_embeddings"):
         yield Finding(heads[0].where, "tie_word_embeddings false", "a packed head of a tied model")
+
+
+def _n_tile(model: Model, kind: Kind, tp: int) -> Hit:
+    """Column-parallel modules whose share is not whole tiles: of each part, where the file holds several."""
+    sections = _sections(model, kind, tp)
+    if tp == 1 or not sections:
+        return w4pack.n_tile(model, kind, tp)
+    for columns, ways in sections:
+        if columns % ways or columns // ways % w4pack.TILE:
+            found = f"{columns}/{ways} = {checks.count(columns / ways)}"
+            return f"N per rank a multiple of {w4pack.TILE} in each part", found
+    return None
+
+
+def _sections(model: Model, kind: Kind, tp: int) -> list[tuple[int, int]]:
+    """Return (columns, ranks that share them) of the parts that a module of the file holds side by side."""
+    leaf, columns = split_name(kind.layer.name)[1], kind.layer.out_features
+    if leaf in HALVED_LEAVES:
+        return [(columns // 2, tp)] * 2
+    heads, kv = model.number("num_attention_heads"), model.kv_heads
+    if leaf != "qkv_proj" or not heads or not kv:
+        return []
+    size = columns // (heads + 2 * kv)
+    return [(heads * size, tp), (kv * size, min(tp, kv))]
 
 
 def _head_tile(model: Model, kind: Kind, tp: int) -> Hit:
@@ -91,7 +115,7 @@ RULES = (
     ),
     Rule(
         "vllm.plugin-n-tile", "refuses", "N per rank", "a tile is 64 columns", "lower TP, or --pad-for-tp",
-        test=w4pack.n_tile, run=True,
+        test=_n_tile, run=True,
     ),
     Rule(
         "vllm.plugin-head-tile", "refuses", "vocabulary per rank", "a packed head is cut along its tiles",
