@@ -27,7 +27,7 @@ ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
 
 @dataclass(frozen=True)
 class Sizes:
-    """One decoder layer, and how it is packed; ``joined``: q/k/v are one module of the file, gate/up another."""
+    """One decoder layer, and how it is packed; ``joined``: q/k/v are one module of the file, gate/up one."""
 
     heads: int
     kv: int
