@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from w4pack.kernels import launch, ops, reference, tiles
+from w4pack.kernels import gemm_launch, launch, ops, reference, tiles
+from w4pack.kernels.arguments import Packed
 from w4pack.kernels.bench.timing import Candidate, Launcher, race, rotation, warm_up
 
 SHAPES = (
@@ -74,7 +75,8 @@ def ours(layer: Layer, x: torch.Tensor, out: torch.Tensor, chosen: tiles.Launch 
 
     def run(i: int) -> None:
         words, scales = layer.packed[i]
-        ops.run_gemm(x, words, scales, None, None, 4, 128, out, layer.k, layer.n, chosen)
+        packed = Packed(words, scales, None, 4, 128)
+        gemm_launch.run_gemm(x, packed, None, out, layer.k, layer.n, chosen)
 
     return run
 

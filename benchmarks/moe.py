@@ -20,6 +20,7 @@ import torch
 from gemm import MATRIX_RATE, READ_RATE, environment, natural, rows_of_codes, skip
 
 from w4pack.kernels import launch, moe_launch, moe_tiles, ops, reference, tiles
+from w4pack.kernels.arguments import Packed
 from w4pack.kernels.bench.timing import ROTATED, Candidate, race
 
 MODELS = {  # experts, experts of a token, (N, K) of gate and up and of down
@@ -129,7 +130,8 @@ def ours(point: Point, out: torch.Tensor, chosen: tiles.Launch | None) -> Launch
 
     def run(i: int) -> None:
         (words, scales), routing, _ = point.at(i)
-        moe_launch.run_gemm(point.x, words, scales, None, routing.rows, routing.offsets, 4, 128, out, chosen)
+        packed = Packed(words, scales, None, 4, 128)
+        moe_launch.run_gemm(point.x, packed, routing.rows, routing.offsets, out, chosen)
 
     return run
 

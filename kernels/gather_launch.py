@@ -1,9 +1,9 @@
 """The launch of the gather kernel, for one order of columns or one for each expert."""
 
-import ctypes
 from typing import TYPE_CHECKING
 
 from w4pack.kernels import launch
+from w4pack.kernels.arguments import int32, pointer, row_stride
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +14,6 @@ MOST_ROWS = 8  # that a block takes at once
 STAGED_BYTES = 44 * 1024  # of rows a block brings to shared memory; one row may take twice that
 BLOCKS_PER_MULTIPROCESSOR = 4
 MOST_GRID_ROWS = 65535
-_int = ctypes.c_int32
 
 
 def plan(m: int, k: int, width: int, multiprocessors: int) -> tuple[tuple[int, int], int, int]:
@@ -51,15 +50,15 @@ def run(
         shared,
         stream,
         x.data_ptr(),
-        0 if rows is None else rows.data_ptr(),
-        0 if offsets is None else offsets.data_ptr(),
+        pointer(rows),
+        pointer(offsets),
         perm.data_ptr(),
         out.data_ptr(),
-        _int(m),
-        _int(k),
-        _int(x.stride(0) if x.shape[0] > 1 else k),
-        _int(width),
-        _int(1 if offsets is None else offsets.shape[0] - 1),
-        _int(each),
-        _int(shared > 0),
+        int32(m),
+        int32(k),
+        row_stride(x),
+        int32(width),
+        int32(1 if offsets is None else offsets.shape[0] - 1),
+        int32(each),
+        int32(shared > 0),
     )

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 CUBINS = Path(__file__).resolve().parent / "cubins"
 MAX_SHARED_DEFAULT = 48 * 1024  # above it a kernel must be told
 SPARE_WORKSPACES = 2  # made with the first one: a stream met during a graph capture cannot allocate
-MAPS_KEPT = 4096  # tensor maps: one for each address and shape of activations
 _lock = threading.Lock()
 _devices: dict[int, "Device"] = {}
 _devices_lock = threading.Lock()
@@ -235,51 +234,6 @@ def _driver(answer: tuple[Any, ...], index: int) -> Any:
     if int(status) != 0:
         raise UsageError("the card has no room for a workspace", where=f"cuda:{index}", found=str(status))
     return values[0] if values else None
-
-
-class _Rows:
-    """Rows of 16-bit values on a card, for a map of them: only an address, so that nothing is kept alive."""
-
-    def __init__(self, pointer: int, rows: int, columns: int, row: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (rows, columns),
-            "strides": (2 * row, 2),
-            "typestr": "<f2",  # the copy engine moves bits: bfloat16 too
-            "data": (pointer, False),
-            "version": 3,
-        }
-
-
-def box_map(card: Device, pointer: int, rows: int, columns: int, row: int, box_rows: int) -> Any:
-    """Return a tensor map of activations for boxes of ``box_rows`` x 64 with the 128-byte swizzle.
-
-    Args:
-        card: the device.
-        pointer: address of the first value, a multiple of 16.
-        rows: rows of the matrix; what lies past them arrives as zeros.
-        columns: values of a row.
-        row: values from one row's beginning to the next, a multiple of 8.
-        box_rows: rows of a box, at most 256.
-    """
-    key = (pointer, rows, columns, row, box_rows)
-    found = card.maps.get(key)
-    if found is None:
-        if len(card.maps) >= MAPS_KEPT:
-            card.maps.clear()
-        found = card.maps[key] = _make_map(key)
-    return found
-
-
-def _make_map(key: tuple[int, int, int, int, int]) -> Any:
-    from cuda.core import TensorMapDescriptorOptions
-    from cuda.core._tensor_map import TensorMapSwizzle
-    from cuda.core.utils import StridedMemoryView
-
-    pointer, rows, columns, row, box_rows = key
-    view = StridedMemoryView.from_cuda_array_interface(_Rows(pointer, rows, columns, row), stream_ptr=-1)
-    return view.as_tensor_map(
-        options=TensorMapDescriptorOptions(box_dim=(box_rows, 64), swizzle=TensorMapSwizzle.SWIZZLE_128B)
-    )
 
 
 @cache

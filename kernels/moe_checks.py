@@ -3,40 +3,38 @@
 from typing import TYPE_CHECKING
 
 from w4pack.kernels import checks
+from w4pack.kernels.arguments import Packed
 from w4pack.kernels.checks import has_dtype, has_shape, require
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def gemm(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    rows: "Tensor",
-    offsets: "Tensor",
-    bits: int,
-    group_size: int,
-) -> tuple[int, int]:
+def gemm(x: "Tensor", packed: Packed, rows: "Tensor", offsets: "Tensor") -> tuple[int, int]:
     """Check the arguments of ``moe_gemm`` by shape, dtype, stride and device; return (K, N).
 
     Raises:
         UsageError: one of them does not fit.
     """
-    experts = weight.shape[0]
-    for name, tensor in (("weight", weight), ("scales", scales), ("zeros", zeros)):
+    experts = packed.weight.shape[0]
+    for name in ("weight", "scales", "zeros"):
+        tensor = getattr(packed, name)
         if tensor is not None:
             require(tensor.dim() == 3, f"{name} has the wrong number of dimensions", name, 3, tensor.dim())
             require(
                 tensor.shape[0] == experts > 0, f"{name} is of other experts", name, experts, tensor.shape[0]
             )
             require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
-    first = None if zeros is None else zeros[0]
-    k, n = checks.weight(weight[0], scales[0], first, bits, group_size)
-    checks.activations(x, k, weight)
+    k, n = checks.weight(*of_expert(packed, 0))
+    checks.activations(x, k, packed.weight)
     _routing(rows, offsets, experts, x)
     return k, n
+
+
+def of_expert(packed: Packed, expert: int) -> Packed:
+    """Return one expert's weight of a stack."""
+    zeros = None if packed.zeros is None else packed.zeros[expert]
+    return Packed(packed.weight[expert], packed.scales[expert], zeros, *packed[3:])
 
 
 def gather(x: "Tensor", rows: "Tensor", offsets: "Tensor", perm: "Tensor", width: int) -> None:

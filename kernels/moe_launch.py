@@ -8,52 +8,36 @@ from typing import TYPE_CHECKING
 import torch
 
 from w4pack.convert.errors import UsageError
-from w4pack.kernels import gather_launch, launch, moe_checks, moe_tiles, ops, tiles
+from w4pack.kernels import gather_launch, launch, moe_checks, moe_tiles, tiles
+from w4pack.kernels.arguments import NAMES, Packed, current_stream, int32, pointer, row_stride
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def gemm(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    rows: "Tensor",
-    offsets: "Tensor",
-    bits: int,
-    group_size: int,
-) -> "Tensor":
+def gemm(x: "Tensor", packed: Packed, rows: "Tensor", offsets: "Tensor") -> "Tensor":
     """Return (R, N): x[rows[r]] times the dequantized weight of r's expert.
 
     Args:
         x: (T, K) fp16 or bf16.
-        weight: (E, K/16, N*bits/2) int32.
-        scales: (E, G, N) fp16 or bf16, grouped order.
-        zeros: (E, G, N*bits/32) int32, or None.
+        packed: a stack, the expert as first dimension.
         rows: (R,) int32, rows of x.
         offsets: (E + 1,) int32, where each expert's pairs begin.
-        bits: 4 or 8.
-        group_size: -1, 32, 64 or 128.
 
     Raises:
         UsageError: an argument does not fit.
     """
-    _, n = moe_checks.gemm(x, weight, scales, zeros, rows, offsets, bits, group_size)
+    _, n = moe_checks.gemm(x, packed, rows, offsets)
     out = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
-    run_gemm(x, weight, scales, zeros, rows, offsets, bits, group_size, out)
+    run_gemm(x, packed, rows, offsets, out)
     return out
 
 
 def run_gemm(
     x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
+    packed: Packed,
     rows: "Tensor",
     offsets: "Tensor",
-    bits: int,
-    group_size: int,
     out: "Tensor",
     chosen: tiles.Launch | None = None,
 ) -> None:
@@ -62,6 +46,7 @@ def run_gemm(
     Raises:
         UsageError: more experts than the kernels' tables hold.
     """
+    weight, scales, zeros, bits, _ = packed
     pairs, experts, n, k = rows.shape[0], weight.shape[0], out.shape[1], x.shape[1]
     if experts > moe_tiles.MOST_EXPERTS:
         raise UsageError(
@@ -76,16 +61,16 @@ def run_gemm(
     index = x.get_device()
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            run_gemm(x, weight, scales, zeros, rows, offsets, bits, group_size, out, chosen)
+            run_gemm(x, packed, rows, offsets, out, chosen)
         return
     card = launch.device(index)
     arch, symmetric = launch.table_arch(card.arch), zeros is None
     choice = chosen or moe_tiles.choose(arch, card.multiprocessors, pairs, experts, n, k, bits)
-    stream = ops._current_stream(index)
+    stream = current_stream(index)
     space = card.workspace(stream)
     launch.start(
         card,
-        moe_tiles.kernel_name(choice.tile, ops.NAMES[x.dtype], bits, not symmetric),
+        moe_tiles.kernel_name(choice.tile, NAMES[x.dtype], bits, not symmetric),
         choice.grid,
         choice.tile.threads,
         moe_tiles.shared_bytes(choice.tile, experts, bits, not symmetric),
@@ -93,19 +78,19 @@ def run_gemm(
         x.data_ptr(),
         weight.data_ptr(),
         scales.data_ptr(),
-        ops._pointer(zeros),
+        pointer(zeros),
         rows.data_ptr(),
         offsets.data_ptr(),
         out.data_ptr(),
         space.sums,
         space.flags,
-        ops._int(pairs),
-        ops._int(n),
-        ops._int(k),
-        ops._int(x.stride(0) if x.shape[0] > 1 else k),
-        ops._int(experts),
-        ops._int(tiles.group_shift(group_size)),
-        ops._int(scales.dtype == torch.bfloat16),
+        int32(pairs),
+        int32(n),
+        int32(k),
+        row_stride(x),
+        int32(experts),
+        packed.group_shift,
+        packed.wide_scales,
     )
 
 
@@ -126,6 +111,6 @@ def gather(x: "Tensor", rows: "Tensor", offsets: "Tensor", perm: "Tensor", width
     out = torch.empty((rows.shape[0], width), dtype=x.dtype, device=x.device)
     index = x.get_device()
     with torch.cuda.device(index):
-        stream = ops._current_stream(index)
+        stream = current_stream(index)
         gather_launch.run(launch.device(index), stream, x, perm, out, rows, offsets)
     return out

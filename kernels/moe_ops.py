@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4pack.kernels import checks, moe_checks, moe_launch, reference
+from w4pack.kernels.arguments import Packed, with_packed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,23 +28,14 @@ _library.define(
 _library.define("moe_gather(Tensor x, Tensor rows, Tensor offsets, Tensor perm, int width) -> Tensor")
 
 
-def _gemm_cpu(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    rows: "Tensor",
-    offsets: "Tensor",
-    bits: int,
-    group_size: int,
-) -> "Tensor":
-    _, n = moe_checks.gemm(x, weight, scales, zeros, rows, offsets, bits, group_size)
+def _gemm_cpu(x: "Tensor", packed: Packed, rows: "Tensor", offsets: "Tensor") -> "Tensor":
+    _, n = moe_checks.gemm(x, packed, rows, offsets)
     moe_checks.values(rows, offsets, x.shape[0])
     out = torch.zeros((rows.numel(), n), dtype=x.dtype, device=x.device)
     for expert, start, end in _spans(offsets):
-        z = None if zeros is None else zeros[expert]
         taken = x[rows[start:end].long()]
-        out[start:end] = reference.gemm(taken, weight[expert], scales[expert], z, None, bits, group_size)
+        weight, scales, zeros, *scheme = moe_checks.of_expert(packed, expert)
+        out[start:end] = reference.gemm(taken, weight, scales, zeros, None, *scheme)
     return out
 
 
@@ -64,28 +56,19 @@ def _spans(offsets: "Tensor") -> list[tuple[int, int, int]]:
     return [(expert, start, end) for expert, start, end in spans if end > start]
 
 
-def _gemm_fake(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    rows: "Tensor",
-    offsets: "Tensor",
-    bits: int,
-    group_size: int,
-) -> "Tensor":
-    return x.new_empty((rows.shape[0], weight.shape[2] * 2 // bits))
+def _gemm_fake(x: "Tensor", packed: Packed, rows: "Tensor", offsets: "Tensor") -> "Tensor":
+    return x.new_empty((rows.shape[0], packed.weight.shape[2] * 2 // packed.bits))
 
 
 def _gather_fake(x: "Tensor", rows: "Tensor", offsets: "Tensor", perm: "Tensor", width: int) -> "Tensor":
     return x.new_empty((rows.shape[0], width))
 
 
-_library.impl("moe_gemm", moe_launch.gemm, "CUDA")
+_library.impl("moe_gemm", with_packed(moe_launch.gemm, between=2), "CUDA")
 _library.impl("moe_gather", moe_launch.gather, "CUDA")
-_library.impl("moe_gemm", _gemm_cpu, "CPU")
+_library.impl("moe_gemm", with_packed(_gemm_cpu, between=2), "CPU")
 _library.impl("moe_gather", _gather_cpu, "CPU")
-torch.library.register_fake("w4pack::moe_gemm", _gemm_fake, lib=_library)
+torch.library.register_fake("w4pack::moe_gemm", with_packed(_gemm_fake, between=2), lib=_library)
 torch.library.register_fake("w4pack::moe_gather", _gather_fake, lib=_library)
 
 moe_gemm = torch.ops.w4pack.moe_gemm.default

@@ -13,29 +13,16 @@ captured on one stream must not be replayed at the same time.
 Importing this module registers them, once.
 """
 
-import ctypes
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from w4pack.convert.errors import UsageError
-from w4pack.kernels import checks, gather_launch, launch, reference, tiles
+from w4pack.kernels import checks, gather_launch, gemm_launch, launch, reference
+from w4pack.kernels.arguments import Packed, current_stream, int32, pointer, with_packed
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_int = ctypes.c_int32
-
-
-def _no_stream(index: int) -> int:
-    """Stand in on a build of torch without CUDA, where nothing is ever launched."""
-    raise RuntimeError(f"no CUDA stream on device {index}")
-
-
-# The raw handle costs 0.1 us, a Stream object 4.
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)
 
 _library: Any = torch.library.Library("w4pack", "DEF")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor weight, Tensor scales, Tensor? zeros"
@@ -48,150 +35,43 @@ _library.define(f"dequantize({_WEIGHT}, int bits, int group_size, ScalarType dty
 _library.define("repack(Tensor words, Tensor? perm, int bits) -> Tensor")
 
 
-def _pointer(tensor: "Tensor | None") -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _check_gemm(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    bias: "Tensor | None",
-    bits: int,
-    group: int,
-) -> tuple[int, int]:
-    k, n = checks.weight(weight, scales, zeros, bits, group)
-    checks.activations(x, k, weight)
+def _check_gemm(x: "Tensor", packed: Packed, bias: "Tensor | None") -> tuple[int, int]:
+    k, n = checks.weight(*packed)
+    checks.activations(x, k, packed.weight)
     checks.bias(bias, x, n)
     return k, n
 
 
-def _gemm_cuda(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    bias: "Tensor | None",
-    bits: int,
-    group_size: int,
-) -> "Tensor":
-    k, n = _check_gemm(x, weight, scales, zeros, bias, bits, group_size)
+def _gemm_cuda(x: "Tensor", packed: Packed, bias: "Tensor | None") -> "Tensor":
+    k, n = _check_gemm(x, packed, bias)
     out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
-    _product(x, weight, scales, zeros, bias, bits, group_size, out, k, n)
+    gemm_launch.product(x, packed, bias, out, k, n)
     return out
 
 
-def _gemm_out_cuda(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    bias: "Tensor | None",
-    bits: int,
-    group_size: int,
-    out: "Tensor",
-) -> None:
-    k, n = _check_gemm(x, weight, scales, zeros, bias, bits, group_size)
+def _gemm_cpu(x: "Tensor", packed: Packed, bias: "Tensor | None") -> "Tensor":
+    _check_gemm(x, packed, bias)
+    return reference.gemm(x, *packed[:3], bias, *packed[3:])
+
+
+def _gemm_fake(x: "Tensor", packed: Packed, bias: "Tensor | None") -> "Tensor":
+    return x.new_empty((x.shape[0], packed.weight.shape[1] * 2 // packed.bits))
+
+
+def _gemm_out_cuda(x: "Tensor", packed: Packed, bias: "Tensor | None", out: "Tensor") -> None:
+    k, n = _check_gemm(x, packed, bias)
     checks.output(out, x, n)
-    _product(x, weight, scales, zeros, bias, bits, group_size, out, k, n)
+    gemm_launch.product(x, packed, bias, out, k, n)
 
 
-def _product(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    bias: "Tensor | None",
-    bits: int,
-    group_size: int,
-    out: "Tensor",
-    k: int,
-    n: int,
-) -> None:
-    """Run the kernel, or from the table's M on dequantize once and let the library multiply."""
-    card = launch.device(x.get_device())
-    if x.shape[0] < tiles.dense_from(launch.table_arch(card.arch)):
-        run_gemm(x, weight, scales, zeros, bias, bits, group_size, out, k, n)
-        return
-    dense = _dequantize_cuda(weight, scales, zeros, bits, group_size, x.dtype).t()
-    if bias is None:
-        torch.mm(x, dense, out=out)
-    else:
-        torch.addmm(bias, x, dense, out=out)
+def _gemm_out_cpu(x: "Tensor", packed: Packed, bias: "Tensor | None", out: "Tensor") -> None:
+    _, n = _check_gemm(x, packed, bias)
+    checks.output(out, x, n)
+    out.copy_(reference.gemm(x, *packed[:3], bias, *packed[3:]))
 
 
-def run_gemm(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    bias: "Tensor | None",
-    bits: int,
-    group_size: int,
-    out: "Tensor",
-    k: int,
-    n: int,
-    chosen: tiles.Launch | None = None,
-) -> None:
-    """Launch a product whose arguments were checked; ``chosen`` overrides the table, for tuning."""
-    m = x.shape[0]
-    if m == 0:
-        return
-    index = x.get_device()
-    if index != torch.cuda.current_device():
-        with torch.cuda.device(index):
-            run_gemm(x, weight, scales, zeros, bias, bits, group_size, out, k, n, chosen)
-        return
-    card = launch.device(index)
-    choice = chosen or tiles.choose(launch.table_arch(card.arch), card.multiprocessors, m, n, k, bits)
-    tile = choice.tile
-    stream = _current_stream(index)
-    space = card.workspace(stream)
-    row = x.stride(0) if m > 1 else k
-    launch.start(
-        card,
-        _entry(tile, x.dtype, bits, zeros is not None),
-        choice.grid,
-        tile.threads,
-        tile.shared_bytes(bits, zeros is not None),
-        stream,
-        launch.box_map(card, x.data_ptr(), m, k, row, tile.tokens) if tile.producer else x.data_ptr(),
-        weight.data_ptr(),
-        scales.data_ptr(),
-        _pointer(zeros),
-        _pointer(bias),
-        out.data_ptr(),
-        space.sums,
-        space.flags,
-        _int(m),
-        _int(n),
-        _int(k),
-        _int(row),
-        _int(out.stride(0) if m > 1 else n),
-        _int(tiles.group_shift(group_size)),
-        _int(scales.dtype == torch.bfloat16),
-    )
-
-
-_entries: dict[tuple[tiles.Tile, torch.dtype, int, bool], str] = {}
-
-
-def _entry(tile: tiles.Tile, dtype: torch.dtype, bits: int, zeros: bool) -> str:
-    key = (tile, dtype, bits, zeros)
-    found = _entries.get(key)
-    if found is None:
-        found = _entries[key] = tiles.kernel_name(tile, NAMES[dtype], bits, zeros)
-    return found
-
-
-def _gather_cuda(x: "Tensor", perm: "Tensor", width: int) -> "Tensor":
-    _check_gather(x, perm, width)
-    out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
-    index = x.get_device()
-    with torch.cuda.device(index):
-        gather_launch.run(launch.device(index), _current_stream(index), x, perm, out)
-    return out
+def _gemm_out_fake(x: "Tensor", packed: Packed, bias: "Tensor | None", out: "Tensor") -> None:
+    return None
 
 
 def _check_gather(x: "Tensor", perm: "Tensor", width: int) -> None:
@@ -205,79 +85,32 @@ def _check_gather(x: "Tensor", perm: "Tensor", width: int) -> None:
         )
 
 
-def _dequantize_cuda(
-    weight: "Tensor", scales: "Tensor", zeros: "Tensor | None", bits: int, group_size: int, dtype: torch.dtype
-) -> "Tensor":
-    k, n = checks.weight(weight, scales, zeros, bits, group_size)
-    checks.dense_dtype(dtype)
-    out = torch.empty((n, k), dtype=dtype, device=weight.device)
-    index = weight.get_device()
+def _gather_cuda(x: "Tensor", perm: "Tensor", width: int) -> "Tensor":
+    _check_gather(x, perm, width)
+    out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
+    index = x.get_device()
     with torch.cuda.device(index):
-        launch.start(
-            launch.device(index),
-            f"dequantize_{NAMES[dtype]}_b{bits}_{'sym' if zeros is None else 'zp'}",
-            (n // 64, -(-k // 128)),
-            256,
-            0,
-            _current_stream(index),
-            weight.data_ptr(),
-            scales.data_ptr(),
-            _pointer(zeros),
-            out.data_ptr(),
-            _int(n),
-            _int(k),
-            _int(tiles.group_shift(group_size)),
-            _int(scales.dtype == torch.bfloat16),
-        )
+        gather_launch.run(launch.device(index), current_stream(index), x, perm, out)
     return out
-
-
-def _repack_cuda(words: "Tensor", perm: "Tensor | None", bits: int) -> "Tensor":
-    k, n = checks.gptq_words(words, bits)
-    if perm is not None:
-        checks.order(perm, words, "words", k)
-    out = torch.empty((k // 16, n * bits // 2), dtype=torch.int32, device=words.device)
-    index = words.get_device()
-    with torch.cuda.device(index):
-        card = launch.device(index)
-        grid = min(-(-out.numel() // 256), 16 * card.multiprocessors)
-        arguments = (words.data_ptr(), _pointer(perm), out.data_ptr(), _int(k), _int(n))
-        launch.start(card, f"repack_b{bits}", grid, 256, 0, _current_stream(index), *arguments)
-    return out
-
-
-def _gemm_cpu(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    bias: "Tensor | None",
-    bits: int,
-    group_size: int,
-) -> "Tensor":
-    _check_gemm(x, weight, scales, zeros, bias, bits, group_size)
-    return reference.gemm(x, weight, scales, zeros, bias, bits, group_size)
-
-
-def _gemm_out_cpu(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    bias: "Tensor | None",
-    bits: int,
-    group_size: int,
-    out: "Tensor",
-) -> None:
-    _, n = _check_gemm(x, weight, scales, zeros, bias, bits, group_size)
-    checks.output(out, x, n)
-    out.copy_(reference.gemm(x, weight, scales, zeros, bias, bits, group_size))
 
 
 def _gather_cpu(x: "Tensor", perm: "Tensor", width: int) -> "Tensor":
     _check_gather(x, perm, width)
     checks.order_values(perm, x.shape[1])
     return reference.gather(x, perm, width)
+
+
+def _gather_fake(x: "Tensor", perm: "Tensor", width: int) -> "Tensor":
+    return x.new_empty((x.shape[0], width))
+
+
+def _dequantize_cuda(
+    weight: "Tensor", scales: "Tensor", zeros: "Tensor | None", bits: int, group_size: int, dtype: torch.dtype
+) -> "Tensor":
+    packed = Packed(weight, scales, zeros, bits, group_size)
+    k, n = checks.weight(*packed)
+    checks.dense_dtype(dtype)
+    return gemm_launch.dequantize(packed, k, n, dtype)
 
 
 def _dequantize_cpu(
@@ -287,47 +120,36 @@ def _dequantize_cpu(
     return reference.dequantize(weight, scales, zeros, bits, group_size, dtype)
 
 
-def _repack_cpu(words: "Tensor", perm: "Tensor | None", bits: int) -> "Tensor":
-    k, _ = checks.gptq_words(words, bits)
-    if perm is not None:
-        checks.order(perm, words, "words", k)
-        checks.order_values(perm, k)
-    return reference.repack(words, perm, bits)
-
-
-def _gemm_fake(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    bias: "Tensor | None",
-    bits: int,
-    group_size: int,
-) -> "Tensor":
-    return x.new_empty((x.shape[0], weight.shape[1] * 2 // bits))
-
-
-def _gemm_out_fake(
-    x: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    zeros: "Tensor | None",
-    bias: "Tensor | None",
-    bits: int,
-    group_size: int,
-    out: "Tensor",
-) -> None:
-    return None
-
-
-def _gather_fake(x: "Tensor", perm: "Tensor", width: int) -> "Tensor":
-    return x.new_empty((x.shape[0], width))
-
-
 def _dequantize_fake(
     weight: "Tensor", scales: "Tensor", zeros: "Tensor | None", bits: int, group_size: int, dtype: torch.dtype
 ) -> "Tensor":
     return weight.new_empty((weight.shape[1] * 2 // bits, weight.shape[0] * 16), dtype=dtype)
+
+
+def _check_repack(words: "Tensor", perm: "Tensor | None", bits: int) -> tuple[int, int]:
+    k, n = checks.gptq_words(words, bits)
+    if perm is not None:
+        checks.order(perm, words, "words", k)
+    return k, n
+
+
+def _repack_cuda(words: "Tensor", perm: "Tensor | None", bits: int) -> "Tensor":
+    k, n = _check_repack(words, perm, bits)
+    out = torch.empty((k // 16, n * bits // 2), dtype=torch.int32, device=words.device)
+    index = words.get_device()
+    with torch.cuda.device(index):
+        card = launch.device(index)
+        grid = min(-(-out.numel() // 256), 16 * card.multiprocessors)
+        arguments = (words.data_ptr(), pointer(perm), out.data_ptr(), int32(k), int32(n))
+        launch.start(card, f"repack_b{bits}", grid, 256, 0, current_stream(index), *arguments)
+    return out
+
+
+def _repack_cpu(words: "Tensor", perm: "Tensor | None", bits: int) -> "Tensor":
+    k, _ = _check_repack(words, perm, bits)
+    if perm is not None:
+        checks.order_values(perm, k)
+    return reference.repack(words, perm, bits)
 
 
 def _repack_fake(words: "Tensor", perm: "Tensor | None", bits: int) -> "Tensor":
@@ -335,9 +157,14 @@ def _repack_fake(words: "Tensor", perm: "Tensor | None", bits: int) -> "Tensor":
 
 
 for _name in ("gemm", "gemm_out", "gather", "dequantize", "repack"):
-    _library.impl(_name, globals()[f"_{_name}_cuda"], "CUDA")
-    _library.impl(_name, globals()[f"_{_name}_cpu"], "CPU")
-    torch.library.register_fake(f"w4pack::{_name}", globals()[f"_{_name}_fake"], lib=_library)
+    for _key in ("cuda", "cpu", "fake"):
+        _function = globals()[f"_{_name}_{_key}"]
+        if _name.startswith("gemm"):
+            _function = with_packed(_function, between=1)
+        if _key == "fake":
+            torch.library.register_fake(f"w4pack::{_name}", _function, lib=_library)
+        else:
+            _library.impl(_name, _function, _key.upper())
 
 gemm = torch.ops.w4pack.gemm.default
 gemm_out = torch.ops.w4pack.gemm_out.default

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from w4pack.convert.errors import SourceError, UsageError, W4PackError
+from w4pack.convert.errors import SourceError, W4PackError
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.tensorfile import TensorInfo, read_header
-from w4pack.kernels import hashes
+from w4pack.kernels import devices, hashes
 from w4pack.kernels.artifact import Artifact
 from w4pack.kernels.chunks import CHUNK, Chunk
 from w4pack.kernels.movers import SLOTS, CudaMover, HostMover, Mover
@@ -103,7 +103,7 @@ def execute(
     Raises SourceError with file and offset for a file that is missing, changed or cannot be read; W4PackError
     where the device has not enough memory, or torch no such dtype; UsageError for a device that is not there.
     """
-    device = _device(device)
+    device = devices.find(device)
     for key, place in plan.places.items():
         torch_dtype(place.dtype, key)
     with _opened(plan.chunks, files) as opened:
@@ -141,28 +141,6 @@ def _run(
     chunk: int,
 ) -> None:
     Run(chunks, opened, _movers(arenas, _thread_count(threads, len(chunks), chunk), chunk)).go()
-
-
-def _device(device: torch.device | str) -> torch.device:
-    """Return the device with its index. Raises UsageError for one that is not there."""
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise _no_device(str(device), "the name of no device") from None
-    if found.type == "cpu":
-        return found
-    if found.type != "cuda" or not torch.cuda.is_available():
-        there = "no CUDA device" if found.type == "cuda" else "the loader does not know it"
-        raise _no_device(str(device), there)
-    index = torch.cuda.current_device() if str(found) == "cuda" else found.index
-    if index >= torch.cuda.device_count():
-        raise _no_device(str(device), f"{torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", index)
-
-
-def _no_device(device: str, found: str) -> UsageError:
-    what = "no such device"
-    return UsageError(what, code="no-device", where=device, expected="cpu, cuda or cuda:N", found=found)
 
 
 def _thread_count(asked: int | None, chunks: int, chunk: int) -> int:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError
-from w4pack.kernels import launch, linears, placement, transfer
+from w4pack.kernels import devices, launch, linears, placement, transfer
 from w4pack.kernels.artifact import Artifact, open_artifact
 from w4pack.kernels.hf import joins, online, quantizer, skeleton
 from w4pack.kernels.hf.joins import Joins
@@ -82,26 +82,10 @@ def load(
 
 def _device(device: torch.device | str) -> torch.device:
     """Return the device with its index, ready for kernels."""
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as err:
-        raise UsageError("no such device", code="device", where=str(device), expected="cpu, cuda") from err
-    if found.type == "cpu":
-        return found
-    if found.type != "cuda" or not torch.cuda.is_available():
-        raise UsageError(
-            "the device is not there",
-            code="device",
-            where=str(device),
-            expected="cpu, or cuda with a card that torch sees",
-            hint="--device cpu",
-        )
-    index = torch.cuda.current_device() if found.index is None else found.index
-    if index >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise UsageError("the device is not there", code="device", where=str(device), found=f"{count} GPUs")
-    launch.device(index)
-    return torch.device("cuda", index)
+    found = devices.find(device)
+    if found.type == "cuda":
+        launch.device(found.index)
+    return found
 
 
 def _threads(asked: int) -> int:

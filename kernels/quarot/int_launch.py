@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4pack.convert.errors import UsageError
-from w4pack.kernels import launch, ops, tiles
+from w4pack.kernels import arguments, launch, tensor_maps, tiles
 from w4pack.kernels.quarot import int_tiles
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def gemm(
         raise _no_kernel(card, order)
     tile = choice.tile
     steps = int_tiles.group_steps(tile, order, group_size)
-    stream = ops._current_stream(index)
+    stream = arguments.current_stream(index)
     space = card.workspace(stream)
     launch.start(
         card,
@@ -58,17 +58,17 @@ def gemm(
         act_scales.data_ptr(),
         weight.data_ptr(),
         scales.data_ptr(),
-        ops._pointer(bias),
+        arguments.pointer(bias),
         out.data_ptr(),
         space.sums,
         space.flags,
-        ops._int(m),
-        ops._int(n),
-        ops._int(k),
-        ops._int(_row(codes)),
-        ops._int(out.stride(0) if m > 1 else n),
-        ops._int(tiles.group_shift(group_size)),
-        ops._int(scales.dtype == torch.bfloat16),
+        arguments.int32(m),
+        arguments.int32(n),
+        arguments.int32(k),
+        arguments.int32(_row(codes)),
+        arguments.int32(out.stride(0) if m > 1 else n),
+        arguments.int32(tiles.group_shift(group_size)),
+        arguments.int32(scales.dtype == torch.bfloat16),
     )
 
 
@@ -82,7 +82,7 @@ def _codes(card: launch.Device, codes: "Tensor", tile: tiles.Tile) -> Any:
     if not tile.producer:
         return codes.data_ptr()
     rows, width = codes.shape
-    return launch.box_map(card, codes.data_ptr(), rows, width // 2, _row(codes) // 2, tile.tokens)
+    return tensor_maps.boxes(card, codes.data_ptr(), rows, width // 2, _row(codes) // 2, tile.tokens)
 
 
 def _no_kernel(card: launch.Device, order: int) -> UsageError:
@@ -102,5 +102,5 @@ def _entry(tile: tiles.Tile, dtype: torch.dtype, order: int, steps: int) -> str:
     key = (tile, dtype, order, steps)
     found = _entries.get(key)
     if found is None:
-        found = _entries[key] = int_tiles.kernel_name(tile, ops.NAMES[dtype], order, steps)
+        found = _entries[key] = int_tiles.kernel_name(tile, arguments.NAMES[dtype], order, steps)
     return found

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from w4pack.convert.rotate.constructions import matrix
-from w4pack.kernels import launch, ops
+from w4pack.kernels import arguments, launch
 from w4pack.kernels.checks import require
 from w4pack.kernels.quarot import kv_checks, kv_layout, kv_tiles
 from w4pack.kernels.quarot.transform import Transform
@@ -84,7 +84,7 @@ def append(
             (kv_tiles.append_blocks(batch, tokens * heads * 2, card.multiprocessors), batch),
             32 * kv_tiles.APPEND_ROWS,
             0,
-            ops._current_stream(index),
+            arguments.current_stream(index),
             k.data_ptr(),
             v.data_ptr(),
             codes.data_ptr(),
@@ -164,7 +164,7 @@ def _decode(
     batch, heads, _, size = q.shape
     units = kv_heads * -(-heads // kv_heads // kv_tiles.HEADS)
     splits = kv_tiles.splits(batch * units, pages * kv_layout.PAGE, card.multiprocessors)
-    stream = ops._current_stream(card.index)
+    stream = arguments.current_stream(card.index)
     parts = torch.empty(
         batch * units * splits * kv_tiles.result_bytes(size) // 4 if splits > 1 else 0,
         dtype=torch.float32,
@@ -206,7 +206,7 @@ def _prefill(
         (-(-tokens // kv_tiles.QUERIES), batch * heads),
         32 * kv_tiles.WARPS,
         kv_tiles.prefill_shared(size, bits),
-        ops._current_stream(card.index),
+        arguments.current_stream(card.index),
         *common,
         *turn,
         *q.stride()[:3],

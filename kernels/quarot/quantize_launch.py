@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4pack.convert.errors import UsageError
-from w4pack.kernels import launch, ops
+from w4pack.kernels import arguments, launch
 from w4pack.kernels.quarot import quantize_plan
 from w4pack.kernels.quarot.transform import Transform
 
@@ -74,7 +74,7 @@ def run(task: Task) -> None:
         return
     with torch.cuda.device(index):
         card = launch.device(index)
-        stream = ops._current_stream(index)
+        stream = arguments.current_stream(index)
         shape = quantize_plan.plain(task.width)
         if not task.transform.factors and shape is not None:
             _plain(card, stream, task, *shape)
@@ -93,8 +93,8 @@ def run(task: Task) -> None:
 def _plain(card: launch.Device, stream: int, task: Task, pairs: int, threads: int) -> None:
     launch.start(
         card,
-        quantize_plan.plain_entry(NAMES[task.x.dtype], pairs),
-        min(task.x.shape[0], card.multiprocessors * max(1, 2048 // threads)),
+        quantize_plan.plain_entry(NAMES[task.x.dtype], pairs, task.kind in ("silu", "gelu_tanh")),
+        min(task.x.shape[0], card.multiprocessors * (quantize_plan.plain_threads(pairs) // threads)),
         threads,
         0,
         stream,
@@ -108,6 +108,7 @@ def _plain(card: launch.Device, stream: int, task: Task, pairs: int, threads: in
         _int(INPUTS[task.kind]),
         _int(0 if task.gain is None else GAINS[task.gain.dtype]),
         _float(task.eps),
+        _float(1 / task.k),
         *task.tail,
     )
 
@@ -123,7 +124,7 @@ def _dense(card: launch.Device, stream: int, task: Task, row: quantize_plan.Dens
         shared,
         stream,
         task.x.data_ptr(),
-        _signs(task.transform, m, card.index).data_ptr(),
+        _fragments(task.transform, row, m, NAMES[task.x.dtype], card.index).data_ptr(),
         task.codes.data_ptr(),
         task.scales.data_ptr(),
         _int(task.x.shape[0]),
@@ -164,14 +165,16 @@ def _any(card: launch.Device, stream: int, task: Task, size: int, room: int) -> 
         _int(0 if task.gain is None else GAINS[task.gain.dtype]),
         _float(task.transform.scale),
         _float(task.eps),
+        _float(1 / task.k),
         *task.tail,
     )
 
 
 @cache
-def _signs(transform: Transform, m: int, index: int) -> "Tensor":
+def _fragments(transform: Transform, row: quantize_plan.Dense, m: int, dtype: str, index: int) -> "Tensor":
     _outside_capture(transform)
-    return torch.from_numpy(quantize_plan.dense_bits(transform, m)).to(torch.device("cuda", index))
+    table = quantize_plan.fragments(transform, row, m, dtype)
+    return torch.from_numpy(table).to(torch.device("cuda", index))
 
 
 @cache
@@ -205,5 +208,6 @@ def prepare(transform: Transform, heads: int, size: int, index: int) -> None:
     with torch.cuda.device(index):
         found = quantize_plan.dense(transform, heads, size, _card(index)[0]) if transform.factors else None
         if found is not None:
-            _signs(transform, found[1], index)
+            for dtype in NAMES.values():
+                _fragments(transform, *found, dtype, index)
         _tables(transform, size, index)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from w4pack.kernels import reference
+from w4pack.kernels.arguments import Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,11 @@ class Case:
     bits: int
     group_size: int
     dense: torch.Tensor
+
+    @property
+    def packed(self) -> Packed:
+        """The weight as launches take it."""
+        return Packed(self.weight, self.scales, self.zeros, self.bits, self.group_size)
 
     @property
     def arguments(self) -> tuple[object, ...]:

@@ -3,7 +3,8 @@
 import cases
 import torch
 
-from w4pack.kernels import launch, moe_launch, moe_tiles, ops, reference, tiles
+from w4pack.kernels import gemm_launch, launch, moe_launch, moe_tiles, ops, reference, tiles
+from w4pack.kernels.arguments import Packed
 
 
 def main() -> None:
@@ -22,7 +23,8 @@ def main() -> None:
                 x = torch.randn(m, k, device="cuda").half()
                 out = torch.empty(m, n, device="cuda", dtype=torch.float16)
                 chosen = tiles.Launch(tile, min(8, tiles.grid(tile, card.multiprocessors, m, n, k)))
-                ops.run_gemm(x, words, scales, zeros, None, bits, group, out, k, n, chosen)
+                packed = Packed(words, scales, zeros, bits, group)
+                gemm_launch.run_gemm(x, packed, None, out, k, n, chosen)
                 exact = x.double() @ reference.dense(words, scales, zeros, bits, group, torch.float64)
                 assert float((out.double() - exact).norm() / exact.norm()) < 1e-3, (tile, m, k, n)
         words = torch.randint(-(2**31), 2**31 - 1, (320 * bits // 32, 192), device="cuda", dtype=torch.int32)
@@ -52,7 +54,7 @@ def experts() -> None:
                 out = torch.full((rows.numel(), n), float("nan"), device="cuda", dtype=torch.float16)
                 most = moe_tiles.grid(tile, card.multiprocessors, rows.numel(), 4, n, k)
                 chosen = tiles.Launch(tile, min(8, most))
-                moe_launch.run_gemm(x, *stacks, z, rows, offsets, bits, 128, out, chosen)
+                moe_launch.run_gemm(x, Packed(*stacks, z, bits, 128), rows, offsets, out, chosen)
                 expert = torch.arange(4, device="cuda").repeat_interleave(torch.tensor(counts, device="cuda"))
                 dense = torch.stack([c.dense for c in layer])
                 taken = x[rows[: sum(counts)].long()].double()

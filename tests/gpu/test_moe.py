@@ -85,12 +85,13 @@ def _run(
 ) -> torch.Tensor:
     """Run into the middle of a poisoned buffer; check that nothing else was touched."""
     from w4pack.kernels import moe_launch
+    from w4pack.kernels.arguments import Packed
 
     pairs = rows.numel()
     buffer = torch.full((pairs + 2, layer.dense.shape[2]), float("nan"), dtype=x.dtype, device="cuda")
     out = buffer[1 : pairs + 1]
-    arguments = (x, layer.weight, layer.scales, layer.zeros, rows, offsets, layer.bits, layer.group_size)
-    moe_launch.run_gemm(*arguments, out, chosen)
+    packed = Packed(layer.weight, layer.scales, layer.zeros, layer.bits, layer.group_size)
+    moe_launch.run_gemm(x, packed, rows, offsets, out, chosen)
     found = out.clone()
     out.fill_(float("nan"))
     assert torch.isnan(buffer).all(), "wrote outside the output"

@@ -30,12 +30,12 @@ def _poisoned(m: int, n: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _run(case: cases.Case, chosen: tiles.Launch | None = None) -> torch.Tensor:
     """Run into the middle of a poisoned buffer; check that nothing else was touched."""
-    from w4pack.kernels import ops
+    from w4pack.kernels import gemm_launch
 
     m, n = case.x.shape[0], case.dense.shape[1]
     buffer = _poisoned(m, n, case.x.dtype)
     out = buffer[1 : m + 1, 64 : 64 + n]
-    ops.run_gemm(*case.arguments, out, case.dense.shape[0], n, chosen)  # type: ignore[arg-type]
+    gemm_launch.run_gemm(case.x, case.packed, case.bias, out, case.dense.shape[0], n, chosen)
     found = out.clone()
     out.fill_(float("nan"))
     assert torch.isnan(buffer).all(), "wrote outside the output"
@@ -236,12 +236,12 @@ def test_numpy_is_the_oracle_of_the_lane_arithmetic() -> None:
 @pytest.mark.parametrize("offset", [2, 6, 64])
 def test_rows_that_start_at_any_pair(m: int, offset: int) -> None:
     """Results leave in 16-byte pieces where rows allow it, in pairs where they do not."""
-    from w4pack.kernels import ops
+    from w4pack.kernels import gemm_launch
 
     case = cases.make(m, 512, 320, bias=True, seed=m)
     buffer = torch.full((m, 320 + 74), float("nan"), dtype=case.x.dtype, device="cuda")
     out = buffer[:, offset : offset + 320]
-    ops.run_gemm(*case.arguments, out, 512, 320)  # type: ignore[arg-type]
+    gemm_launch.run_gemm(case.x, case.packed, case.bias, out, 512, 320)
     assert cases.error(out, case.exact) < cases.BOUND[case.x.dtype]
     out.fill_(float("nan"))
     assert torch.isnan(buffer).all(), "wrote outside the output"
