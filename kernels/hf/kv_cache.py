@@ -257,6 +257,7 @@ class KVLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens: their number, negative."""
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding hands over a tensor
         if tokens_to_remove > 0:
             raise UsageError(
                 "a cache is cropped by a negative number: of tokens to take back",
