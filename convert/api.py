@@ -74,7 +74,7 @@ def convert(
             report = convert_source(
                 source, Path(out), options, origin, running, card=_card_maker(source, origin), on_plan=on_plan
             )
-        if verify_after:
+        if verify_after and not report.followed:
             compared = None if options.quantize is not None else source  # codes have no equal in the source
             _verify_now(Path(out), compared, str(src), running)
         return report

@@ -136,6 +136,8 @@ def run_convert(given: Given, stop: StopFlag, packer_on: PackerOn) -> None:
         )
     finally:
         reporter.close()
+    if report.followed:
+        return
     _tell_done(given, report)
     if given["push_to"]:
         run_push({**given, "repo_id": given["push_to"], "out": str(out)}, access)

@@ -5,8 +5,10 @@ Imports nothing heavy when loaded.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import UsageError
@@ -14,6 +16,9 @@ from w4pack.convert.jobs.conversion import CardMaker, OnPlan, Report, Running
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.source.detect import Source
+
+if TYPE_CHECKING:
+    from w4pack.convert.quantize.team import Team
 
 
 def require_extras(what: str) -> None:
@@ -51,18 +56,44 @@ def quantize(
     """Quantize a source; see ``jobs.quantized.quantize_model``."""
     require_extras("quantizing")
     from w4pack.convert.hub.fill import card_of
+    from w4pack.convert.modeljobs.follow import follow
     from w4pack.convert.modeljobs.prepared import prepare
     from w4pack.convert.modeljobs.quantized import quantize_model
 
-    with threads(running.workers):
-        prepared = prepare(source, options, origin, running)
+    with _team(options, running) as (team, own), threads(own.workers):
+        prepared = prepare(source, options, origin, own)
+        if team is not None and not team.leads:
+            return follow(prepared, out, own, team)
         return quantize_model(
             prepared,
             out,
-            running,
+            own,
             card=lambda plan, report: card_of(source, plan, origin, {}, report),
             on_plan=on_plan,
+            team=team,
         )
+
+
+@contextmanager
+def _team(options: ConvertOptions, running: Running) -> "Iterator[tuple[Team | None, Running]]":
+    """Join the processes that torchrun started, if it did: (the team, how this process runs)."""
+    from w4pack.convert.quantize.team import team_of
+
+    team = team_of(running.device)
+    if team is None:
+        yield None, running
+        return
+    try:
+        if options.quantize is not None and options.quantize.method != "gptq":
+            raise UsageError(
+                "nothing is calibrated, so there is nothing to share between processes",
+                where="--quantize",
+                expected="gptq, or one process",
+                found=f"{options.quantize.method}, {team.size} processes",
+            )
+        yield team, replace(running, device=team.device)
+    finally:
+        team.leave()
 
 
 def rotate(

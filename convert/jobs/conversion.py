@@ -81,6 +81,7 @@ class Report:
     errors        relative Frobenius error of each re-quantized layer
     was_complete  OUT was already the published result of this plan (``--resume``); nothing was written
     packed_on     the device that made Marlin tiles, None where nothing became tiles
+    followed      another process of a team has written OUT
     """
 
     out: Path
@@ -90,6 +91,7 @@ class Report:
     errors: Mapping[str, float]
     was_complete: bool = False
     packed_on: str | None = None
+    followed: bool = False
 
     @property
     def lossless(self) -> bool:

@@ -41,7 +41,7 @@ from w4pack.convert.jobs.journal import Finished, Journal
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.work import Packer, pack_words
 from w4pack.convert.modeljobs.gate import check_rotation
-from w4pack.convert.modeljobs.online import Runtime, runtime_of
+from w4pack.convert.modeljobs.online import runtime_of
 from w4pack.convert.modeljobs.prepared import Prepared
 from w4pack.convert.modeljobs.rest import CardMaker, write_rest
 from w4pack.convert.planning.options import ConvertOptions
@@ -50,11 +50,14 @@ from w4pack.convert.planning.quantizing import plan_quantization
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.quantize.linears import Quantized, quantize_set
 from w4pack.convert.quantize.settings import Settings
+from w4pack.convert.quantize.team import Team
 from w4pack.convert.quantize.whole import ModelRun
 from w4pack.convert.source.detect import Source
 
 STRENGTH = 0.25  # of GPTAQ, chosen on text that is neither calibrated nor measured with (docs/benchmarks.md)
 KL_LIMIT = 4.0  # nats a token, mean: above it the result is no longer the model, and is not published
+# What a leader says to its team (``quantize.team``) before a layer, and at the end.
+QUANTIZE, REPEAT, STOPPED, FINISHED = "quantize", "repeat", "stopped", "finished"
 COPY_ROWS = 1 << 24  # elements of a copied tensor that are written at a time
 
 
@@ -67,12 +70,9 @@ def settings_of(options: ConvertOptions) -> Settings:
     return Settings(asked.method, asked.damp, strength)
 
 
-def plan_quantized(
-    prepared: Prepared, out: Path, running: Running
-) -> tuple[Plan, tuple[Warning_, ...], ModelFacts, Source]:
-    """Plan, and refuse what the run itself would refuse. Writes nothing."""
+def planned(prepared: Prepared, running: Running) -> tuple[Plan, tuple[Warning_, ...]]:
+    """Plan a quantization, wherever it goes."""
     source = prepared.source
-    check_place(source.checkpoint, out, running)
     plan, more = plan_quantization(
         prepared.model,
         prepared.options,
@@ -81,8 +81,34 @@ def plan_quantized(
         record=prepared.record(),
         schemes=prepared.schemes,
     )
-    warnings = (*source.warnings, *prepared.warnings, *more)
+    return plan, (*source.warnings, *prepared.warnings, *more)
+
+
+def plan_quantized(
+    prepared: Prepared, out: Path, running: Running
+) -> tuple[Plan, tuple[Warning_, ...], ModelFacts, Source]:
+    """Plan, and refuse what the run itself would refuse. Writes nothing."""
+    source = prepared.source
+    check_place(source.checkpoint, out, running)
+    plan, warnings = planned(prepared, running)
     return plan, warnings, facts_of(source.config, plan), source
+
+
+def model_run(prepared: Prepared, plan: Plan, team: Team | None = None) -> ModelRun:
+    """Return the model of a plan, ready for its first layer."""
+    config = {**prepared.source.config, **plan.config_changes}
+    layers = {layer.source: layer for layer in plan.layers}
+    records = (plan.quant_config or {}).get("online")
+    return ModelRun(
+        config,
+        prepared.provider,
+        {name: layer.scheme for name, layer in layers.items()},
+        prepared.windows,
+        settings_of(prepared.options),
+        prepared.device,
+        runtime_of(config, prepared.model.infos, records, layers) if records else None,
+        team,
+    )
 
 
 def quantize_model(
@@ -92,8 +118,11 @@ def quantize_model(
     *,
     card: CardMaker | None = None,
     on_plan: OnPlan | None = None,
+    team: Team | None = None,
 ) -> Report:
     """Quantize a model and publish it. Raises Refused before anything is written; see ``convert_source``.
+
+    ``team``: the processes that this one leads; the others call ``follow.follow``.
 
     VerifyError where the result no longer predicts what the source does: then nothing is published.
     """
@@ -105,13 +134,14 @@ def quantize_model(
     for warning in warnings:
         running.reporter.event("warning", **warning_fields(warning))
     if running.resume and finished_plan(out, plan) is not None:
+        _say(team, FINISHED)
         return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
     if prepared.options.rotate != "none":
         check_rotation(source, prepared.options, running.reporter, prepared.device)
     done: list[QuantizeRun] = []
 
     def work(files: OutFiles, log: Journal, earlier: list[Finished]) -> Mapping[int, Finished]:
-        run = QuantizeRun(prepared, plan, files, log, running)
+        run = QuantizeRun(prepared, plan, files, log, running, team)
         done.append(run)
         run.adopt(earlier)
         run.run()
@@ -124,9 +154,15 @@ def quantize_model(
         lambda folder, w: write_rest(folder, w, plan, source, done[0].outcome, card),
         work,
     )
+    _say(team, FINISHED)
     errors = {n: float(r["error"]) for n, r in written.reports.items() if "error" in r}
     seconds = time.monotonic() - started
     return Report(out, plan, warnings, seconds, errors, packed_on=running.packed_on(plan))
+
+
+def _say(team: Team | None, word: str) -> None:
+    if team is not None:
+        team.told(word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +177,15 @@ class QuantizeRun:
     """Does the operations of a quantization plan that are not finished yet."""
 
     def __init__(
-        self, prepared: Prepared, plan: Plan, files: OutFiles, log: Journal, running: Running
+        self,
+        prepared: Prepared,
+        plan: Plan,
+        files: OutFiles,
+        log: Journal,
+        running: Running,
+        team: Team | None = None,
     ) -> None:
+        self.team = team
         self.prepared = prepared
         self.plan = plan
         self.files = files
@@ -206,32 +249,20 @@ class QuantizeRun:
     # ---- GPTQ: in the order of the model --------------------------------------------------------------
 
     def _in_order(self) -> None:
-        schemes = {name: layer.scheme for name, layer in self.plans.items()}
-        config = {**self.prepared.source.config, **self.plan.config_changes}
-        model = ModelRun(
-            config,
-            self.provider,
-            schemes,
-            self.prepared.windows,
-            settings_of(self.prepared.options),
-            self.prepared.device,
-            self._between(config),
-        )
+        _say(self.team, self.plan.digest)
+        model = model_run(self.prepared, self.plan, self.team)
         for layer in self._layers(model):
-            self._stop_here()
+            self._stop_here(self.team)
             left = [number for number in layer.ops if number not in self.finished]
             if left or not layer.ops:
+                _say(self.team, QUANTIZE)
                 made = model.quantize(layer.index)
                 self._journal([self._written(n, op, made[op.source]) for n, op in layer.ops.items()])
             else:
+                _say(self.team, REPEAT)
                 model.repeat(layer.index, self._stored)
             self._tell(model, layer)
         self._judge(model)
-
-    def _between(self, config: Mapping[str, Any]) -> Runtime | None:
-        """Return what runs between the linears while calibration text goes through, None for nothing."""
-        records = (self.plan.quant_config or {}).get("online")
-        return runtime_of(config, self.prepared.model.infos, records, self.plans) if records else None
 
     def _layers(self, model: ModelRun) -> list[_Layer]:
         found: dict[int, dict[int, Op]] = {index: {} for index in range(model.layers)}
@@ -250,8 +281,9 @@ class QuantizeRun:
             "note", text=f"layer {done} of {model.layers}{mean}, about {time_text(left)} left"
         )
 
-    def _stop_here(self) -> None:
+    def _stop_here(self, team: Team | None = None) -> None:
         if self.running.stop.signum is not None:
+            _say(team, STOPPED)
             raise Interrupted(self.running.stop.signum, self.files.folder.parent)
 
     def _judge(self, model: ModelRun) -> None:

@@ -20,6 +20,7 @@ from w4pack.convert.quantize.hessian import Statistics
 from w4pack.convert.quantize.linears import Quantized, Sample, quantize_set
 from w4pack.convert.quantize.settings import Settings
 from w4pack.convert.quantize.stream import Stream
+from w4pack.convert.quantize.team import Team
 
 SAMPLE = 128  # inputs that errors are measured with
 STAGE_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # of Hessians that exist at a time
@@ -35,6 +36,7 @@ class InputSet:
 
     members: tuple[str, ...]
     routed: bool
+    quantized: bool = False
     statistics: Statistics | None = None
     inputs: list[torch.Tensor] = field(default_factory=list)
     references: list[torch.Tensor] = field(default_factory=list)
@@ -66,6 +68,7 @@ class LayerWork:
     layer    the module, its weights the source's; they are replaced by what their codes stand for
     schemes  module path below the layer -> scheme
     source   a copy of the layer that keeps the source's weights, and its stream: for GPTAQ, else None
+    team     the processes that send other parts of the text through the same layer, or None
     """
 
     def __init__(
@@ -75,28 +78,33 @@ class LayerWork:
         schemes: Mapping[str, QuantScheme],
         settings: Settings,
         source: tuple[nn.Module, Stream] | None = None,
+        team: Team | None = None,
     ) -> None:
         self.layer = layer
         self.index = index
         self.schemes = schemes
         self.settings = settings
         self.source = source
+        self.team = team
         self.sets = input_sets(list(schemes))
         self.done: dict[str, Quantized] = {}
 
     def run(self, stream: Stream) -> dict[str, Quantized]:
-        """Quantize, and send the stream (and the source's) through the layer. Returns path -> codes."""
+        """Quantize, and send the stream (and the source's) through the layer. Returns path -> codes.
+
+        In a team: of the leader's, the others return nothing.
+        """
         if self.settings.method == "rtn" or not stream.hidden:
             for one in self.sets:
                 self._quantize(one)
-        elif len(stream.hidden) == 1:
+        elif len(stream.hidden) == 1 and self.team is None:
             self._at_once(stream)
         else:
             self._in_stages(stream)
         for one in self.sets:
-            if one.members[0] not in self.done:
+            if not one.quantized:
                 self._quantize(one)  # an expert that no token was sent to
-        return {path: self.done[path] for path in self.schemes}
+        return {path: self.done[path] for path in self.schemes if path in self.done}
 
     # ---- one batch: quantize when the input arrives ---------------------------------------------------
 
@@ -106,7 +114,7 @@ class LayerWork:
             self.source[1].advance(self.source[0], self.index)
 
         def arrived(one: InputSet, x: torch.Tensor) -> None:
-            if one.members[0] not in self.done:
+            if not one.quantized:
                 self._observe(one, x, references.get(one.members[0]), SAMPLE)
                 self._quantize(one)
 
@@ -133,19 +141,20 @@ class LayerWork:
     # ---- many batches: one run for every stage --------------------------------------------------------
 
     def _in_stages(self, stream: Stream) -> None:
+        batches = len(stream.hidden) if self.team is None else self.team.total(len(stream.hidden))
         for stage in self._stages(stream):
             for number in range(len(stream.hidden)):
-                self._collect(stream, number, stage)
+                self._collect(stream, number, stage, -(-SAMPLE // batches))
             for one in stage:
+                self._merge(one, stream.skeleton.device)
                 self._quantize(one)
         stream.advance(self.layer, self.index)
         if self.source is not None:
             self.source[1].advance(self.source[0], self.index)
 
-    def _collect(self, stream: Stream, number: int, stage: Sequence[InputSet]) -> None:
+    def _collect(self, stream: Stream, number: int, stage: Sequence[InputSet], share: int) -> None:
         references = self._references(number, stage)
         waiting = {one.members[0] for one in stage}
-        share = -(-SAMPLE // len(stream.hidden))
 
         def arrived(one: InputSet, x: torch.Tensor) -> None:
             self._observe(one, x, references.get(one.members[0]), share)
@@ -167,7 +176,29 @@ class LayerWork:
         for one in [*(known[i] for i in used), *(s for s in self.sets if id(s) not in used)]:
             key: object = one.members[0].rpartition(".")[2] if one.routed else id(one)
             stages.setdefault(key, []).append(one)
-        return [part for stage in stages.values() for part in self._bounded(stage, stream)]
+        found = [part for stage in stages.values() for part in self._bounded(stage, stream)]
+        return found if self.team is None else self._agreed(found, self.team)
+
+    def _agreed(self, stages: list[list[InputSet]], team: Team) -> list[list[InputSet]]:
+        """Return the leader's stages: another process may have seen other experts first."""
+        by_member = {one.members[0]: one for one in self.sets}
+        names = team.told([[one.members[0] for one in stage] for stage in stages])
+        return [[by_member[name] for name in stage] for stage in names]
+
+    def _merge(self, one: InputSet, device: torch.device) -> None:
+        """Add up what a team knows of an input. Nothing is left of one that nobody has seen."""
+        if self.team is None:
+            return
+        features = self.schemes[one.members[0]].in_features
+        if one.statistics is None:
+            one.statistics = self._statistics(one, features, device)
+        self.team.merge(one.statistics)
+        empty = torch.empty(0, features, device=device)
+        one.inputs = [self.team.joined(torch.cat([empty, *one.inputs]))]
+        if one.statistics.shift is not None:
+            one.references = [self.team.joined(torch.cat([empty, *one.references]))]
+        if one.statistics.tokens == 0:
+            one.statistics, one.inputs, one.references = None, [], []
 
     def _bounded(self, stage: list[InputSet], stream: Stream) -> Iterator[list[InputSet]]:
         """Cut a stage so that its Hessians fit the bound."""
@@ -221,21 +252,30 @@ class LayerWork:
                 hint="quantize on the CPU (`--device cpu`), where activations are float32",
             )
         if one.statistics is None:
-            shifted = self.source is not None and not one.routed
-            one.statistics = Statistics(x.shape[1], x.device, shifted=shifted, routed=one.routed)
+            one.statistics = self._statistics(one, x.shape[1], x.device)
         one.statistics.add(x, reference)
         step = max(1, x.shape[0] // share)
         one.inputs.append(x[::step][:share].float())
         if reference is not None:
             one.references.append(reference[::step][:share].float())
 
+    def _statistics(self, one: InputSet, features: int, device: torch.device) -> Statistics:
+        shifted = self.source is not None and not one.routed
+        return Statistics(features, device, shifted=shifted, routed=one.routed)
+
     def _quantize(self, one: InputSet) -> None:
-        weights = {path: self._linear(path).weight for path in one.members}
-        schemes = {path: self.schemes[path] for path in one.members}
-        made = quantize_set(weights, schemes, one.statistics, one.sample(), self.settings)
-        for path, (codes, values) in made.items():
-            self.done[path] = codes
-            self._linear(path).weight.data.copy_(values)
+        """Choose the codes of a set, and put what they stand for in place of the weights."""
+        if self.team is None or self.team.leads:
+            weights = {path: self._linear(path).weight for path in one.members}
+            schemes = {path: self.schemes[path] for path in one.members}
+            made = quantize_set(weights, schemes, one.statistics, one.sample(), self.settings)
+            for path, (codes, values) in made.items():
+                self.done[path] = codes
+                self._linear(path).weight.data.copy_(values)
+        if self.team is not None:
+            for path in one.members:
+                self.team.share(self._linear(path).weight.data)
+        one.quantized = True
         one.statistics, one.inputs, one.references = None, [], []
 
     def _linear(self, path: str) -> nn.Linear:

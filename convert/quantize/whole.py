@@ -22,6 +22,7 @@ from w4pack.convert.quantize.linears import Quantized
 from w4pack.convert.quantize.settings import Settings
 from w4pack.convert.quantize.skeleton import Between, Nothing, build
 from w4pack.convert.quantize.stream import Stream, batches_of
+from w4pack.convert.quantize.team import Team
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # in one run of a layer
 WITNESS = 512  # tokens that also go through the source model, to see in the end what quantization did
@@ -57,6 +58,7 @@ class ModelRun:
     schemes  module name of the checkpoint -> scheme
     windows  calibration tokens (W, L)
     between  what runs between the linears: statistics are of what they are given then
+    team     the processes that share the windows, or None; all of them call the same methods in one order
     """
 
     def __init__(
@@ -68,19 +70,22 @@ class ModelRun:
         settings: Settings,
         device: torch.device,
         between: Between | None = None,
+        team: Team | None = None,
     ) -> None:
         self.between = between or Nothing()
+        self.team = team
         dtype = compute_dtype(device, provider, next(iter(schemes)))
         self.skeleton = build(config, provider, device, dtype)
         self.settings = settings
         self.schemes = schemes
         self.paths = self._places()
+        windows = windows if team is None else team.part(windows)
         per_batch = max(1, BATCH_TOKENS["cpu" if device.type == "cpu" else "cuda"] // windows.shape[1])
         self.skeleton.fill_outside(head=True)
         self.stream = self._started(batches_of(windows, per_batch))
         self.source = self._started(batches_of(windows, per_batch)) if settings.strength > 0 else None
-        few = windows[:1, :WITNESS]
-        self.witness = self._started([few]), self._started([few])
+        few = [windows[:1, :WITNESS]] if team is None or team.leads else []
+        self.witness = self._started(few), self._started(few)
 
     def _started(self, batches: list[torch.Tensor]) -> Stream:
         stream = Stream(self.skeleton, batches)
@@ -135,7 +140,7 @@ class ModelRun:
             if source is not None:
                 stack.enter_context(self.between.around(self.skeleton, source[0], index, quantized=False))
             stack.enter_context(self.between.around(self.skeleton, layer, index))
-            made = LayerWork(layer, index, schemes, self.settings, source).run(self.stream)
+            made = LayerWork(layer, index, schemes, self.settings, source, self.team).run(self.stream)
             self.witness[1].advance(layer, index)
         self.skeleton.empty(layer)
         give_back()
@@ -144,7 +149,8 @@ class ModelRun:
     def repeat(self, index: int, weights: Callable[[str], torch.Tensor]) -> None:
         """Send everything through a layer that an earlier run has quantized.
 
-        ``weights(name)`` gives the weights (N, K) float32 that a linear's codes stand for.
+        ``weights(name)`` gives the weights (N, K) float32 that a linear's codes stand for; of a team only the
+        leader asks for them.
         """
         layer, prefix = self.skeleton.layers[index], self.skeleton.prefix(index)
         self.skeleton.fill(layer, prefix)
@@ -155,7 +161,10 @@ class ModelRun:
         for path, name in self.below(index).items():
             found = layer.get_submodule(path)
             assert isinstance(found, nn.Linear)
-            found.weight.data.copy_(weights(name))
+            if self.team is None or self.team.leads:
+                found.weight.data.copy_(weights(name))
+            if self.team is not None:
+                self.team.share(found.weight.data)
         with self.between.around(self.skeleton, layer, index):
             self.stream.advance(layer, index)
             self.witness[1].advance(layer, index)

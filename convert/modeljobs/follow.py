@@ -1,0 +1,78 @@
+"""A process that another one leads: it sends its part of the calibration text through, and writes nothing.
+
+The leader says what to do with each layer, and at the end that OUT is there. It is lost when its process ends
+before that; what it has written can be resumed like any other run.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from w4pack.convert.errors import W4PackError
+from w4pack.convert.jobs.conversion import Report, Running
+from w4pack.convert.modeljobs.prepared import Prepared
+from w4pack.convert.modeljobs.quantized import FINISHED, QUANTIZE, REPEAT, model_run, planned
+from w4pack.convert.planning.plan import Plan
+from w4pack.convert.quantize.team import Team
+
+
+def follow(prepared: Prepared, out: Path, running: Running, team: Team) -> Report:
+    """Work for the leader of a team until its output is published. Returns its report, without errors.
+
+    Raises W4PackError where the leader plans another job, stops, or is gone.
+    """
+    started = time.monotonic()
+    plan, warnings = planned(prepared, running)
+    with _connected():
+        digest = team.told()
+        if digest not in (plan.digest, FINISHED):
+            raise W4PackError(
+                "the processes plan different jobs",
+                code="team-differs",
+                where=f"process {team.rank} of {team.size}",
+                expected=f"plan {digest[:16]}, as the leading process",
+                found=plan.digest[:16],
+                hint="every machine needs the same source, calibration text and version",
+            )
+        if digest != FINISHED:
+            _layers(prepared, plan, team)
+    return Report(out, plan, warnings, time.monotonic() - started, {}, followed=True)
+
+
+def _layers(prepared: Prepared, plan: Plan, team: Team) -> None:
+    model = model_run(prepared, plan, team)
+    for index in range(model.layers):
+        step = team.told()
+        if step == QUANTIZE:
+            model.quantize(index)
+        elif step == REPEAT:
+            model.repeat(index, _not_asked)
+        else:
+            raise _lost("it was stopped")
+    if team.told() != FINISHED:
+        raise _lost("its result was not published")
+
+
+def _not_asked(name: str) -> torch.Tensor:
+    raise AssertionError(f"only the leader reads {name}")
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    """Turn a broken connection into an error that says so."""
+    try:
+        yield
+    except RuntimeError as err:  # of torch.distributed
+        raise _lost(str(err).partition("\n")[0][:160]) from err
+
+
+def _lost(reason: str) -> W4PackError:
+    return W4PackError(
+        "the leading process is gone",
+        code="team-lost",
+        found=reason,
+        hint="the same command with `--resume` goes on behind the last finished layer",
+    )
