@@ -13,7 +13,7 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 [ $# -gt 0 ] || set -- tests sanitizer bench
 for part in "$@"; do
     case $part in
-    tests) "$PYTHON" -m pytest -q -p no:cacheprovider -W default -m gpu tests/gpu --durations=5 ;;
+    tests) "$PYTHON" -m pytest -q -p no:cacheprovider -W default -m gpu tests/gpu tests/plugin/test_lazy.py --durations=5 ;;
     sanitizer)
         if command -v compute-sanitizer >/dev/null; then
             for tool in memcheck synccheck; do

@@ -1,4 +1,4 @@
-"""``convert --device cuda``: every checkpoint becomes the same files as on the CPU."""
+"""The converter and the card: ``convert --device cuda`` writes the CPU's files, and dequantizing agrees."""
 
 import hashlib
 from pathlib import Path
@@ -8,12 +8,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import load_file  # noqa: E402
+
 import checkpoints  # noqa: E402
 import runner  # noqa: E402
 from w4pack.convert import convert  # noqa: E402
 from w4pack.convert.core.tiles import pack_tiles  # noqa: E402
 from w4pack.convert.errors import Refused, SourceError  # noqa: E402
 from w4pack.convert.jobs.conversion import Running  # noqa: E402
+from w4pack.kernels import linears, ops, transfer  # noqa: E402
+from w4pack.kernels.artifact import open_artifact  # noqa: E402
 from w4pack.kernels.packing import packer_on  # noqa: E402
 
 pytestmark = [
@@ -68,3 +72,36 @@ def test_a_quantized_output_is_packed_there_too(tmp_path: Path) -> None:
     )
     assert report.packed_on == "cuda:0"
     assert hashes(tmp_path / "cpu") == hashes(tmp_path / "cuda")
+
+
+DEQUANTIZED = (
+    "autoawq-gemm-w4g64-skip-llama",
+    "gptqmodel-w4g32-asym-desc-qwen2",
+    "gptqmodel-w4g32-sym-qwen3moe",
+    "gptqmodel-w4gm1-offtile-llama",
+    "gptqmodel-w8g32-asym-desc-llama",
+    "llmcompressor-mixed-groups-llama",
+)
+
+
+@pytest.mark.parametrize("name", DEQUANTIZED)
+def test_the_card_dequantizes_to_what_the_converter_writes(name: str, tmp_path: Path) -> None:
+    """Bit for bit: products of a code and a scale are exact in fp32, and rounded once by both."""
+    dense_on(name, tmp_path, "cuda")
+
+
+def dense_on(name: str, place: Path, device: str) -> None:
+    convert(checkpoints.lay_out(name, place / "source"), place / "out")
+    convert(place / "source", place / "dense", to="dense", dtype="float16")
+    wanted = {k: v for file in (place / "dense").glob("*.safetensors") for k, v in load_file(file).items()}
+    artifact = open_artifact(place / "out")
+    for module, spec in artifact.specs.items():
+        found = transfer.load_tensors(artifact, linears.alone(artifact, module), device)
+        zeros = found.get("weight_zero_point")
+        arguments = (found["weight"], found["weight_scale"], zeros, spec.bits, spec.group_size)
+        dense = ops.dequantize(*arguments, torch.float16).cpu()
+        assert not dense[spec.out_features :].any() and not dense[:, spec.in_features :].any(), module
+        rows = dense[: spec.out_features, : spec.in_features]
+        if "act_perm" in found:
+            rows = rows[:, found["act_perm"].cpu().long().argsort()]
+        assert torch.equal(rows, wanted[f"{module}.weight"]), module
