@@ -9,10 +9,11 @@
 #include "int_tile.cuh"
 #include "scheduler.cuh"
 
-#ifndef INT_BAND
-#define INT_BAND 4
-#endif
+#ifdef INT_BAND  // tuning
 constexpr int BAND = INT_BAND;
+#else
+constexpr int BAND = 4;
+#endif
 constexpr int EXCHANGE = 7;  // units that handing sums over costs a block
 
 template <int... P> struct Grid<IntTile<P...>> {

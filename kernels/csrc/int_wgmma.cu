@@ -36,13 +36,13 @@ constexpr int PRODUCER_REGISTERS = 40;
 constexpr int SPARED = ((WARPGROUPS + 1) * GIVEN - PRODUCER_REGISTERS) / WARPGROUPS / 8 * 8;
 constexpr int MULTIPLIER_REGISTERS = SPARED < 240 ? SPARED : 240;
 
-#ifndef INT_FINE
-#define INT_FINE (T::WORDS * T::TOKENS > 256)
+constexpr bool FINE = T::WORDS * T::TOKENS > 256;  // sums leave no room for two sets of operands
+#ifdef INT_SKEW  // tuning
+constexpr int SKEW = INT_SKEW;
+#else
+constexpr int SKEW = 2;  // units the first of two warpgroups is ahead: as many stages less are on their way
 #endif
-constexpr bool FINE = INT_FINE;
-#ifndef INT_SKEW
-#define INT_SKEW 2
-#endif
+static_assert(SKEW < T::STAGES - 1, "the second warpgroup's stages do not stop the first");
 
 extern __shared__ __align__(1024) u8 shared[];
 
@@ -122,9 +122,9 @@ DEVICE void unit_product(const IntProblem &p, const Lane<T> &lane, Sums<T> &sums
 // The second of two warpgroups begins when the first is some units ahead, and stays behind: so each multiplies while
 // the other stores its results.
 struct Stagger {
-  static constexpr bool USED = WARPGROUPS == 2 && T::SLOTS == 1 && INT_SKEW > 0;
+  static constexpr bool USED = WARPGROUPS == 2 && T::SLOTS == 1 && SKEW > 0;
   static constexpr u32 ID = 14;
-  int left = USED && threadIdx.x < 128 ? (INT_SKEW) : 0;
+  int left = USED && threadIdx.x < 128 ? SKEW : 0;
 
   DEVICE Stagger() {
     if (USED && threadIdx.x >= 128) ptx::barrier(ID, T::THREADS);

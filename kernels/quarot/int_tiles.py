@@ -2,8 +2,9 @@
 
 A tile is a ``tiles.Tile`` whose ``unit`` is the bytes of a token's row in a unit, 128 or 256;
 ``csrc/int_tile.cuh`` has the same arithmetic, and the build checks that both agree on the bytes of shared
-memory. ``int_tiles_<arch>.json`` lists tiles by the width of the operands, for one scale a column and for
-groups, up to the largest M and N they serve.
+memory. ``int_tiles_<arch>.json`` has a class for each width of the operands, for one scale a column and for
+groups: ``small`` lists tiles by the largest M and N they serve, ``large`` those that other products choose
+from.
 """
 
 import json
@@ -19,6 +20,9 @@ S4_CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9))  # cards whose tensor cores m
 KINDS = {orders_int.P32: "s8w4", orders_int.Q32: "s8w8", orders_int.S64: "s4w4"}  # operands of each order
 SOURCES = {"mma": "int_mma.cu", "tma": "int_wgmma.cu"}
 ANY_GROUP = 1  # a kernel of mma.sync reads the group size at its launch
+MULTIPLIES = 4096  # of int8, a clock and multiprocessor (sm_90)
+STORE, EXCHANGE = 4000, 16000  # clocks: results of a tile to the output; sums of a tile from block to block
+EXCHANGE_UNITS = 7  # what csrc/int_schedule.cuh takes an exchange for
 HERE = Path(__file__).resolve().parent
 
 
@@ -76,32 +80,76 @@ def kernel_name(tile: tiles.Tile, dtype: str, order: int, steps: int) -> str:
 
 
 @cache
-def _table(arch: str) -> dict[str, dict[str, list[list[object]]]]:
-    classes: dict[str, dict[str, list[list[object]]]] = json.loads(
-        (HERE / f"int_tiles_{arch}.json").read_text()
-    )["classes"]
-    return classes
+def _lines(arch: str, order: int, grouped: bool) -> dict[str, list[list[object]]]:
+    """Return a class of a table: ``small`` lines, and the tiles that ``large`` products choose from."""
+    table = json.loads((HERE / f"int_tiles_{arch}.json").read_text())["classes"]
+    found: dict[str, list[list[object]]] = table.get(KINDS[order], {}).get(
+        "groups" if grouped else "channel", {}
+    )
+    return found
 
 
 @cache
-def _rows(arch: str, order: int, grouped: bool) -> tuple[tiles.Row, ...]:
-    lines = _table(arch).get(KINDS[order], {}).get("groups" if grouped else "channel", [])
-    return tuple(tiles.Row(int(str(m)), int(str(c)), tiles.tile_of(f)) for m, c, f in lines)  # type: ignore[arg-type]
+def _small(arch: str, order: int, grouped: bool) -> tuple[tiles.Row, ...]:
+    lines = _lines(arch, order, grouped).get("small", [])
+    return tuple(tiles.Row(int(str(m)), int(str(c)), tiles.tile_of(list(f))) for m, c, f in lines)  # type: ignore[call-overload]
 
 
-def _fits(row: tiles.Row, m: int, n: int, group_size: int) -> bool:
-    """Whether a line serves a product; groups of 32 are too short for the warpgroup's kernels."""
-    wide = row.most_chunks != 0 and n // tiles.CHUNK_N > row.most_chunks
-    return not wide and (row.most_m == 0 or m <= row.most_m) and not (group_size == 32 and row.tile.producer)
+@cache
+def _large(arch: str, order: int, grouped: bool) -> tuple[tuple[tiles.Tile, float], ...]:
+    lines = _lines(arch, order, grouped).get("large", [])
+    return tuple((tiles.tile_of(list(f)), float(str(share))) for f, share in lines)  # type: ignore[call-overload]
+
+
+def all_tiles(arch: str, order: int, grouped: bool) -> Iterator[tiles.Tile]:
+    """Yield every tile that a table can choose, each once."""
+    large = (tile for tile, _ in _large(arch, order, grouped))
+    yield from dict.fromkeys((*(row.tile for row in _small(arch, order, grouped)), *large))
 
 
 def choose(
     arch: str, multiprocessors: int, m: int, n: int, k: int, order: int, group_size: int
 ) -> tiles.Launch | None:
-    """Return the tile and grid for a product; None where the architecture has no kernel of the order."""
-    rows = _rows(arch, order, group_size != -1)
-    row = next((row for row in rows if _fits(row, m, n, group_size)), None)
-    return None if row is None else tiles.Launch(row.tile, grid(row.tile, multiprocessors, m, n, k, order))
+    """Return the tile and grid for a product; None where the architecture has no kernel of the order.
+
+    A few tokens: the first line that fits. More: the tile that takes the fewest clocks. Groups of 32 are too
+    short for the warpgroup's kernels.
+    """
+    grouped = group_size != -1
+    small = [r.tile for r in _small(arch, order, grouped) if m <= r.most_m and r.fits(m, n, 0)]
+    large = [(t, share) for t, share in _large(arch, order, grouped) if group_size != 32 or not t.producer]
+    if not small and not large:
+        return None
+    tile = (
+        small[0]
+        if small
+        else min(large, key=lambda t: clocks(t[0], t[1], multiprocessors, m, n, k, order))[0]
+    )
+    return tiles.Launch(tile, grid(tile, multiprocessors, m, n, k, order))
+
+
+def clocks(tile: tiles.Tile, share: float, multiprocessors: int, m: int, n: int, k: int, order: int) -> float:
+    """Return about how many clocks a large product takes: its rounds of tiles (``csrc/int_schedule.cuh``).
+
+    Args:
+        tile: one block of it on each multiprocessor.
+        share: of the tensor cores' rate that the tile's main loop reaches.
+        multiprocessors: of the card.
+        m: tokens.
+        n: columns.
+        k: rows of the weight.
+        order: of the activations.
+    """
+    units, count = -(-k // unit_k(tile, order)), tiles.column_tiles(tile, m, n)
+    unit = tile.tokens * tile.columns * unit_k(tile, order) / MULTIPLIES / share
+    blocks = grid(tile, multiprocessors, m, n, k, order)
+    rounds, more = divmod(count, blocks)
+    if more == 0 or (blocks - more) * units <= EXCHANGE_UNITS * blocks:
+        return (rounds + (more > 0)) * (units * unit + STORE)
+    rounds = max(rounds - 1, 0)
+    return (
+        rounds * (units * unit + STORE) + (count - rounds * blocks) * units / blocks * unit + STORE + EXCHANGE
+    )
 
 
 def grid(tile: tiles.Tile, multiprocessors: int, m: int, n: int, k: int, order: int) -> int:
@@ -123,8 +171,7 @@ def files(arch: str) -> Iterator[File]:
         if order == orders_int.S64 and arch == tiles.PTX_ARCH:
             continue  # of cards to come nothing says that they know s4
         for group_size in (-1, 64, 128):
-            tiles_there = dict.fromkeys(row.tile for row in _rows(table_arch, order, group_size != -1))
-            for tile in tiles_there:
+            for tile in all_tiles(table_arch, order, group_size != -1):
                 for dtype in tiles.DTYPES:
                     yield file_of(tile, dtype, order, group_steps(tile, order, group_size))
 

@@ -153,12 +153,12 @@ def test_every_tile_serves_every_m(kind: str, dtype: torch.dtype) -> None:
     for group, (k, n) in itertools.product((-1, 64, 128), ((64, 64), (320, 192), (4160, 1024), (512, 8192))):
         whole = make(1500, k, n, kind, group, dtype)
         wanted = _exact(whole)
-        for row in int_tiles._rows(arch, order, group != -1):
+        for tile in int_tiles.all_tiles(arch, order, group != -1):
             for m in (1, 13, 64, 300, 1500):
-                grid = int_tiles.grid(row.tile, sms, m, n, k, order)
+                grid = int_tiles.grid(tile, sms, m, n, k, order)
                 for blocks in {grid, max(1, grid // 3), min(grid, 5)}:
-                    found = _run(whole.rows(m), tiles.Launch(row.tile, blocks))
-                    _compare(found, wanted[:m], group != -1, (row.tile.text, blocks, m, k, n, group))
+                    found = _run(whole.rows(m), tiles.Launch(tile, blocks))
+                    _compare(found, wanted[:m], group != -1, (tile.text, blocks, m, k, n, group))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -204,6 +204,64 @@ def test_a_lane_finds_the_scales_of_its_pairs() -> None:
             np.testing.assert_array_equal(placed[at], column0 + 8 * pair + G8)
 
 
+def _own_words(warp: int) -> NDArray[np.int64]:
+    """(32,): the first word of each lane of a warp whose words are spread (``Lane`` with ``SPREAD``)."""
+    return (warp % 2 * 2) ^ (LANES // 8 % 2 * 2)
+
+
+def test_lanes_with_spread_words_meet_no_bank_twice() -> None:
+    """Two words of a lane's 16 bytes: the 16 lanes of half a warp reach all 32 banks."""
+    for warp in range(2):
+        banks = (LANES * 4 + _own_words(warp))[:, None] % 32 + np.arange(2)
+        for half in (banks[:16], banks[16:]):
+            assert len(np.unique(half)) == 32
+
+
+def test_spread_words_come_back_in_order() -> None:
+    """``SpreadStore::rows``: eight tokens of a chunk through the rows of two warps, 16 bytes a lane."""
+    values = np.arange(8 * 64).reshape(8, 64)  # token, column
+    staged = np.full((2, 8 * 4, 8), -1)  # warp, piece's place, column of the piece
+    place = np.arange(8)[:, None] * 4 + (np.arange(4) ^ (np.arange(8)[:, None] // 2 & 3))  # row, piece
+    for warp in range(2):
+        for pair in range(4):
+            columns = 16 * (_own_words(warp) + pair // 2) + 8 * (pair % 2) + G8
+            for i in range(2):  # a matrix is stored transposed: row = token, place in it = g8
+                staged[warp, place[2 * T + i, pair], G8] = values[2 * T + i, columns]
+    out = np.full((8, 64), -1)
+    for warp in range(2):
+        row, piece = LANES // 4, LANES % 4
+        mine, theirs = staged[warp, place[row, piece]], staged[1 - warp, place[row, piece]]
+        own = np.array([True, True, False, False] * 2)
+        for value in range(8):
+            out[row, 32 * warp + 8 * piece + value] = (mine if own[value] else theirs)[:, value]
+    np.testing.assert_array_equal(out, values)
+
+
+def test_spread_words_come_back_pair_by_pair() -> None:
+    """``SpreadStore::pairs``: a transposed register holds columns 2t and 2t + 1 of a lane's token."""
+    seen = np.zeros(64, int)
+    for warp in range(2):
+        first = (warp * 2 ^ (LANES % 2 * 2)) * 16 + 2 * T
+        for pair in range(4):
+            for i in range(2):
+                column = first + 8 * pair + i
+                lane = (2 * T + i) * 4  # who held that column before: g8 = 2t + i
+                held = 16 * (_own_words(warp)[lane] + pair // 2) + 8 * (pair % 2) + 2 * T + i
+                np.testing.assert_array_equal(column, held)
+                seen[column[:4]] += 1
+    assert (seen == 1).all()
+
+
+def test_spread_pairs_find_their_columns() -> None:
+    """``Scaling::column``: the columns of a lane's pairs."""
+    for warp in range(4):
+        column0 = 32 * warp
+        moved = np.where(LANES & 8, -32 if column0 & 32 else 32, 0)
+        for pair in range(4):
+            mine = column0 // 64 * 64 + 16 * (_own_words(warp) + pair // 2) + 8 * (pair % 2) + G8
+            np.testing.assert_array_equal(column0 + moved + 8 * pair + G8, mine)
+
+
 # ---- the schedule: csrc/int_schedule.cuh ----------------------------------------------------------------
 
 
@@ -266,9 +324,20 @@ def test_every_product_finds_a_kernel_that_is_built(arch: str) -> None:
 def test_tiles_fit_the_card_and_the_workspace(arch: str, most: int) -> None:
     for order in int_tiles.KINDS:
         for grouped in (False, True):
-            for row in int_tiles._rows(arch, order, grouped):
-                assert row.tile.blocks * int_tiles.shared_bytes(row.tile, order, grouped) <= most * 1024
-                assert row.tile.fits_workspace, row.tile
+            for tile in int_tiles.all_tiles(arch, order, grouped):
+                assert tile.blocks * int_tiles.shared_bytes(tile, order, grouped) <= most * 1024
+                assert tile.fits_workspace, tile
+
+
+def test_large_products_take_the_tile_with_the_fewest_clocks() -> None:
+    def tokens(m: int, n: int, k: int) -> int:
+        found = int_tiles.choose("sm_90a", 132, m, n, k, orders_int.P32, -1)
+        assert found is not None
+        return found.tile.tokens
+
+    assert tokens(8192, 57344, 8192) == 192
+    assert tokens(2048, 4096, 4096) == 128  # two whole rounds: less than 1.33 rounds of 192 with an exchange
+    assert tokens(100, 57344, 8192) == 128  # one block of tokens
 
 
 def test_the_order_follows_card_and_scheme() -> None:
