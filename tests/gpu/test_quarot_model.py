@@ -76,6 +76,8 @@ def test_layers_are_those_of_the_fake_quantized_model(
 
     for bits in (16, 4):
         model = w4pack.load(out, "cuda", act_bits=bits, kv_bits=bits)
+        if bits == 16:
+            model.set_attn_implementation("eager")  # before 5.2x Gemma 2 lost its soft cap by default
         inputs, outputs = ([x.cpu() for x in found] for found in layer_inputs(model, TOKENS.cuda()))
         for x, y, z, plain in zip(inputs, outputs, wanted(bits), wanted(16), strict=True):
             most = LAYER if bits == 16 else DRIFT * relative(plain, z)

@@ -102,7 +102,10 @@ def test_layers_are_those_of_the_fake_quantized_model(
         return [y - x.float() for x, y in zip(inputs, found, strict=True)]
 
     for bits in (16, 4):
-        inputs, outputs = layer_inputs(w4pack.load(out, act_bits=bits, kv_bits=bits), TOKENS)
+        model = w4pack.load(out, act_bits=bits, kv_bits=bits)
+        if bits == 16:
+            model.set_attn_implementation("eager")  # before 5.2x Gemma 2 lost its soft cap by default
+        inputs, outputs = layer_inputs(model, TOKENS)
         for x, y, z, plain in zip(inputs, outputs, wanted(bits), wanted(16), strict=True):
             most = LAYER if bits == 16 else DRIFT * relative(plain, z)
             assert relative(y - x.float(), z) < most
