@@ -32,7 +32,7 @@ CUBINS = HERE / "cubins"
 NVRTC_VERSION = (12, 9)
 HINT = "pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'"
 ALLOWED_SPILLS = int(os.environ.get("W4PACK_SPILLS", "0"))  # tuning may look at kernels that spill a little
-SERIALIZED = ("C7510", "C7512")  # the assembler's notes that warpgroup products wait for one another
+SERIALIZED = ("C7510", "C7512", "C7513")  # the assembler's notes that warpgroup products wait for one another
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 FILES = Callable[[str], Iterable[File]]  # an architecture's
 QUAROT: tuple[FILES, ...] = (int_tiles.files, kv_tiles.files, quantize_plan.files)

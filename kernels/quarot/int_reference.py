@@ -23,7 +23,8 @@ MOST_CODE = 128  # of activations: the lowest int8
 
 def weight_codes(weight: "Tensor", bits: int) -> "Tensor":
     """Return the signed codes (K, N) of a packed symmetric weight, int32."""
-    return reference.codes(weight, bits) - 2 ** (bits - 1)
+    signed: Tensor = reference.codes(weight, bits) - 2 ** (bits - 1)
+    return signed
 
 
 def accumulate(codes: "Tensor", weight_codes: "Tensor", bits: int) -> "Tensor":

@@ -81,11 +81,12 @@ def arrange(codes: "Tensor", order: int) -> "Tensor":
 
     check(order)
     index = _index(order).to(codes.device)
-    placed = codes.unflatten(1, (-1, BLOCK))[:, :, index].flatten(1)
+    placed: Tensor = codes.reshape(codes.shape[0], codes.shape[1] // BLOCK, BLOCK)[:, :, index].flatten(1)
     if order != S64:
         return placed
     nibbles = placed.to(torch.int32) & 15
-    return (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).to(torch.uint8)
+    packed: Tensor = (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).to(torch.uint8)
+    return packed
 
 
 def natural(codes: "Tensor", order: int) -> "Tensor":
@@ -102,4 +103,5 @@ def natural(codes: "Tensor", order: int) -> "Tensor":
         low, high = wide << 4 >> 4, wide >> 4  # arithmetic shifts keep the sign
         codes = torch.stack((low, high), -1).flatten(1)
     inverse = torch.argsort(_index(order)).to(codes.device)
-    return codes.unflatten(1, (-1, BLOCK))[:, :, inverse].flatten(1)
+    found: Tensor = codes.reshape(codes.shape[0], codes.shape[1] // BLOCK, BLOCK)[:, :, inverse].flatten(1)
+    return found

@@ -104,6 +104,11 @@ def test_sums_are_exact_where_fp32_is_not() -> None:
     assert total[0, 0].item() == 128 * 8 * 32767 + 127 * 7
 
 
+def test_no_tokens_give_no_rows() -> None:
+    arguments, *_ = _arguments(m=0)
+    assert torch.ops.w4pack.int_gemm(*arguments).shape == (0, 128)
+
+
 def test_a_zero_row_gives_the_bias() -> None:
     arguments, *_ = _arguments()
     arguments[0] = torch.zeros_like(arguments[0])
