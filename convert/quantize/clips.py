@@ -1,23 +1,22 @@
-"""How much of the range of a quantizer is given up: ratios tried, and what each costs in a linear's outputs.
+"""How much of the range of a quantizer is given up: ratios that are tried, and which of them is the best.
 
-Fewer values are clipped with a ratio of 1, but all others are rounded more coarsely. What counts is the
-output: ``|(x̂ - x) Wᵀ|² / |x Wᵀ|²``, summed over calibration tokens, averaged over layers.
+With a smaller ratio more values are clipped and all others are rounded more finely. What a ratio costs is
+measured on the predictions of the whole model: the error of a single product says little, because a few
+tokens that all others attend to must not shrink.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-
-from w4pack.convert.quantize.activations import BITS, fake_tokens
+from w4pack.convert.quantize.activations import BITS
 
 Table = Mapping[int, float]  # bits -> ratio
 
-# At 4 bits a token's largest value is often worth half a step of all others; at 8 bits it seldom is.
-RATIOS = {4: (0.5, 0.55, 0.6, *(round(0.65 + 0.025 * i, 3) for i in range(15))), 8: (0.9, 0.95, 1.0)}
-CACHE_RATIOS = {4: (0.8, 0.85, 0.9, 0.95, 1.0), 8: (1.0,)}
-ACT_DEFAULTS: Mapping[int, float] = {4: 0.9, 8: 1.0}  # where nothing is measured
-KV_DEFAULTS: Mapping[int, float] = {4: 0.95, 8: 1.0}
+RATIOS = {4: (0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0), 8: (0.95, 1.0)}
+CACHE_RATIOS = {4: (0.85, 0.9, 0.95, 1.0), 8: (0.95, 1.0)}
+ACT_DEFAULTS: Table = {4: 0.9, 8: 1.0}  # where nothing is measured
+KV_DEFAULTS: Table = {4: 0.95, 8: 1.0}
+KEYS, VALUES = "k", "v"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,39 +28,37 @@ class Clips:
     values: Table
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One quantizer alone. what: a site of activations, or ``k`` or ``v`` of the cache."""
+
+    what: str
+    bits: int
+    ratio: float
+
+
+def trials(sites: Mapping[str, str]) -> list[Trial]:
+    """Return everything to try for a model: module -> site."""
+    tried = [(site, RATIOS) for site in dict.fromkeys(sites.values())]
+    tried += [(what, CACHE_RATIOS) for what in (KEYS, VALUES)]
+    return [Trial(what, bits, ratio) for what, table in tried for bits in BITS for ratio in table[bits]]
+
+
 @dataclass(slots=True)
-class Errors:
-    """Relative errors, summed over layers: (what, bits) -> ratio -> sum."""
+class Costs:
+    """What trials cost: nats a token."""
 
-    sums: dict[tuple[str, int], dict[float, float]] = field(default_factory=dict)
+    found: dict[Trial, float] = field(default_factory=dict)
 
-    def add(self, what: str, bits: int, errors: Mapping[float, float]) -> None:
-        """Add one layer's errors: ratio -> error."""
-        known = self.sums.setdefault((what, bits), {})
-        for ratio, error in errors.items():
-            known[ratio] = known.get(ratio, 0.0) + error
+    def clips(self, sites: Mapping[str, str]) -> Clips:
+        """Return the best ratio of everything."""
+        acts = {site: self._best(site, ACT_DEFAULTS) for site in dict.fromkeys(sites.values())}
+        return Clips(acts, self._best(KEYS, KV_DEFAULTS), self._best(VALUES, KV_DEFAULTS))
 
-    def best(self, what: str, defaults: Table) -> dict[int, float]:
-        """Return bits -> the ratio of least error, the largest of equals; a default where none is known."""
-        found = {}
+    def _best(self, what: str, defaults: Table) -> dict[int, float]:
+        """Return bits -> the ratio of least cost, the largest of equals; a default where none was tried."""
+        made = {}
         for bits in BITS:
-            errors = self.sums.get((what, bits), {})
-            found[bits] = min(errors, key=lambda r: (errors[r], -r)) if errors else defaults[bits]
-        return found
-
-
-def output_errors(x: torch.Tensor, weight: torch.Tensor, bits: int) -> dict[float, float]:
-    """Return ratio -> the relative error of the outputs.
-
-    Args:
-        x: inputs (T, K) float32, transformed.
-        weight: (N, K) float32, of all linears that read them.
-        bits: 4 or 8.
-    """
-    whole = energy(x @ weight.T)
-    return {ratio: energy((fake_tokens(x, bits, ratio) - x) @ weight.T) / whole for ratio in RATIOS[bits]}
-
-
-def energy(values: torch.Tensor) -> float:
-    """Return the sum of squares, at least the smallest number that can be divided by."""
-    return max(float(values.double().square().sum()), 1e-30)
+            costs = {t.ratio: c for t, c in self.found.items() if (t.what, t.bits) == (what, bits)}
+            made[bits] = min(costs, key=lambda r: (costs[r], -r)) if costs else defaults[bits]
+        return made

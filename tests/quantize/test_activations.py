@@ -14,7 +14,7 @@ from w4pack.convert.quantize.activations import (
     quantize_cache,
     quantize_tokens,
 )
-from w4pack.convert.quantize.clips import RATIOS, Errors, output_errors
+from w4pack.convert.quantize.clips import Costs, Trial, trials
 
 F = np.float32
 
@@ -119,33 +119,14 @@ def test_sixteen_bits_are_the_values_themselves_and_the_dtype_is_kept() -> None:
 # ---- clip ratios -----------------------------------------------------------------------------------------
 
 
-def test_errors_of_the_outputs_are_those_of_the_definition() -> None:
-    generator = torch.Generator().manual_seed(3)
-    x, w = torch.randn(40, 32, generator=generator), torch.randn(8, 32, generator=generator)
-    found = output_errors(x, w, 4)
-    assert set(found) == set(RATIOS[4])
-    y = x.double() @ w.double().T
-    for ratio in (0.7, 1.0):
-        codes = [slow_token(row, 4, ratio) for row in x.tolist()]
-        made = torch.tensor([[c * s for c in cs] for cs, s in codes], dtype=torch.float64) @ w.double().T
-        assert found[ratio] == pytest.approx(float((made - y).square().sum() / y.square().sum()), rel=1e-4)
+def test_every_site_and_the_cache_are_tried_at_both_widths() -> None:
+    tried = trials({"q": "attn_in", "k": "attn_in", "down": "mlp_mid"})
+    assert {t.what for t in tried} == {"attn_in", "mlp_mid", "k", "v"} and {t.bits for t in tried} == {4, 8}
+    assert len(tried) == len(set(tried))
 
 
-def test_normal_values_are_clipped_and_values_of_one_size_are_not() -> None:
-    errors = Errors()
-    generator = torch.Generator().manual_seed(4)
-    eye = torch.eye(256)
-    normal = torch.randn(64, 256, generator=generator)
-    signs = torch.randn(64, 256, generator=generator).sign()
-    for bits in (4, 8):
-        errors.add("normal", bits, output_errors(normal, eye, bits))
-        errors.add("signs", bits, output_errors(signs, eye, bits))
-    assert 0.75 <= errors.best("normal", {})[4] <= 0.95
-    assert errors.best("signs", {}) == {4: 1.0, 8: 1.0}
-
-
-def test_layers_are_added_up_and_the_largest_of_equals_wins() -> None:
-    errors = Errors()
-    errors.add("k", 4, {0.8: 1.0, 0.9: 3.0, 1.0: 2.0})
-    errors.add("k", 4, {0.8: 2.0, 0.9: 0.5, 1.0: 1.0})
-    assert errors.best("k", {4: 0.95, 8: 0.99}) == {4: 1.0, 8: 0.99}
+def test_the_cheapest_ratio_wins_the_largest_of_equals_and_a_default_where_none_was_tried() -> None:
+    costs = {("o", 4, 0.8): 2.0, ("o", 4, 0.9): 1.0, ("o", 4, 1.0): 1.0, ("k", 8, 0.95): 0.5}
+    found = Costs({Trial(*key): cost for key, cost in costs.items()}).clips({"o_proj": "o"})
+    assert found.acts == {"o": {4: 1.0, 8: 1.0}}
+    assert (found.keys, found.values) == ({4: 0.95, 8: 0.95}, {4: 0.95, 8: 1.0})
