@@ -162,9 +162,12 @@ def test_a_shape_off_the_tile_names_the_stored_one() -> None:
 def test_a_race_takes_turns_over_every_set() -> None:
     calls: list[tuple[str, int]] = []
     runs = [timing.Candidate(n, lambda i, n=n: calls.append((n, i)), 3, "cpu") for n in ("a", "b")]
-    times = timing.race(runs, 2)
-    turn = [(name, i) for name in ("a", "b") for i in range(3)]
-    assert calls == turn * 2 and set(times) == {"a", "b"}
+    times = timing.race(runs, 8)
+    turns = [calls[at : at + 6] for at in range(0, len(calls), 6)]
+    first = [(name, i) for name in ("a", "b") for i in range(3)]
+    assert set(times) == {"a", "b"} and len(turns) == 8
+    assert all(turn in (first, first[3:] + first[:3]) for turn in turns)  # each candidate once, as a whole
+    assert len({turn[0] for turn in turns}) == 2  # and not always behind the same one
 
 
 def test_a_candidate_that_cannot_run_is_told_or_ends_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
