@@ -88,10 +88,8 @@ def main() -> None:
                 us, equal = times[site], times["copy"]
                 row = {"site": site, "m": m, "n": n, "us": us, "share": size / us / best, "equal": equal / us}
                 rows.append(row)
-                print(
-                    f"{site:6} {m:6} {n:6} {us:9.2f} {size / us / 1e6:6.2f} {row['share']:8.1%} {row['equal']:14.1%}",
-                    flush=True,
-                )
+                shares = f"{row['share']:8.1%} {row['equal']:14.1%}"
+                print(f"{site:6} {m:6} {n:6} {us:9.2f} {size / us / 1e6:6.2f} {shares}", flush=True)
     if options.out:
         options.out.write_text(json.dumps({"card": torch.cuda.get_device_name(), "rows": rows}, indent=1))
 

@@ -53,22 +53,35 @@ template <int COUNT, int STEP> DEVICE void butterfly(float (&v)[COUNT]) {
     }
 }
 
-// act(g) * u in fp32. gelu's tanh form: g * sigmoid(2 z) is g * (1 + tanh z) / 2.
-DEVICE float activate(float g, float u, int activation) {
-  const float z = activation == ACT_SILU ? g : 1.5957691216057308f * (g + 0.044715f * g * g * g);
-  return __fdividef(g, 1.0f + __expf(-z)) * u;
+DEVICE float exp2_approximate(float a) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));
+  return out;
+}
+DEVICE float reciprocal_approximate(float a) {
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));
+  return out;
+}
+
+// act(g) * u in fp32, within some ulp: g * sigmoid(z), z = g for SiLU; GELU's tanh form is g * sigmoid(2 z'),
+// z' = sqrt(2 / pi) * (g + 0.044715 g^3). A large negative z gives 1 / inf = 0.
+template <int ACTIVATION> DEVICE float activate(float g, float u) {
+  constexpr float LOG2_E = 1.4426950408889634f, TWICE_ROOT = 1.5957691216057308f;
+  const float z = ACTIVATION == ACT_SILU ? -LOG2_E * g : -LOG2_E * TWICE_ROOT * fmaf(0.044715f * g * g, g, g);
+  return g * reciprocal_approximate(1.0f + exp2_approximate(z)) * u;
 }
 
 // d = round16(act(gate) * up) of a packed pair.
-template <int ACT> DEVICE u32 activate_pair(u32 gate, u32 up, int activation) {
-  const float low = activate(Number<ACT>::to_float(gate & 0xFFFF), Number<ACT>::to_float(up & 0xFFFF), activation);
-  const float high = activate(Number<ACT>::to_float(gate >> 16), Number<ACT>::to_float(up >> 16), activation);
-  return Number<ACT>::pack(low, high);
+template <int ACT, int ACTIVATION> DEVICE u32 activate_pair(u32 gate, u32 up) {
+  using N = Number<ACT>;
+  return N::pack(activate<ACTIVATION>(N::to_float(gate & 0xFFFF), N::to_float(up & 0xFFFF)),
+                 activate<ACTIVATION>(N::to_float(gate >> 16), N::to_float(up >> 16)));
 }
 
-template <int ACT> DEVICE uint4 activate_octet(uint4 gate, uint4 up, int activation) {
-  return make_uint4(activate_pair<ACT>(gate.x, up.x, activation), activate_pair<ACT>(gate.y, up.y, activation),
-                    activate_pair<ACT>(gate.z, up.z, activation), activate_pair<ACT>(gate.w, up.w, activation));
+template <int ACT, int ACTIVATION> DEVICE uint4 activate_octet(uint4 gate, uint4 up) {
+  return make_uint4(activate_pair<ACT, ACTIVATION>(gate.x, up.x), activate_pair<ACT, ACTIVATION>(gate.y, up.y),
+                    activate_pair<ACT, ACTIVATION>(gate.z, up.z), activate_pair<ACT, ACTIVATION>(gate.w, up.w));
 }
 
 template <int ACT> DEVICE void widen(float (&v)[8], uint4 octet) {
@@ -98,13 +111,13 @@ DEVICE float reciprocal(float a) {
 struct RowScale {
   float factor;   // sums to y
   float scale;    // stored
-  float inverse;  // y to codes; 0 where the row has none
+  float inverse;  // sums to codes; 0 where the row has none
 
   DEVICE RowScale(float most, float factor, const Quantizer &q) : factor(factor) {
     const float y = most * factor;
     scale = q.bits == 4 ? over(y * q.clip, 7.0f, 1.0f / 7.0f) : over(y * q.clip, 127.0f, 1.0f / 127.0f);
-    inverse = reciprocal(scale);
-    if (scale < SMALLEST) scale = 1.0f, inverse = 0.0f;
+    inverse = reciprocal(scale) * factor;
+    if (scale < SMALLEST || !(inverse < __int_as_float(0x7F800000))) scale = 1.0f, inverse = 0.0f;
     if (!(y < __int_as_float(0x7F800000))) scale = __int_as_float(0x7FC00000), inverse = 0.0f;
   }
 };
@@ -116,7 +129,7 @@ DEVICE uint2 codes(const float (&v)[8], const RowScale &row, int bits, bool clip
   const float low = MAGIC + (bits == 4 ? -8.0f : -128.0f), high = MAGIC + (bits == 4 ? 7.0f : 127.0f);
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    float code = fmaf(v[i] * row.factor, row.inverse, MAGIC);
+    float code = fmaf(v[i], row.inverse, MAGIC);
     if (clipped) code = fminf(fmaxf(code, low), high);
     q[i] = __float_as_uint(code);
   }

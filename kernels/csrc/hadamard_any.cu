@@ -105,8 +105,8 @@ template <int ACT> struct Writer {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     ENTRY(const u16 *x, const void *gain, const int *entries, const u32 *signs, float *scratch, u8 *out, float *scales,
-          int rows, u64 ldx, int k, int activation, int gain_type, float scaling, float eps, int width, int bits,
-          int order, float clip) {
+          int rows, u64 ldx, int k, int activation, int gain_type, float scaling, float eps, float share, int width,
+          int bits, int order, float clip) {
   extern __shared__ __align__(16) float memory[];
   __shared__ float most_of[WARPS], sum_of[WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -120,12 +120,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Row from{x + row * ldx, gain, k, activation, gain_type};
     float sum = 0.0f, most = 0.0f, factor = scaling;
     for (int column = 8 * threadIdx.x; column < k; column += 8 * THREADS) {
-      const uint4 octet = from.load<NUMBER>(column);
+      uint4 octet = from.load(column, 0);
+      if (activation == ACT_SILU || activation == ACT_GELU_TANH)
+        octet = from.activated<NUMBER>(octet, from.load(column, 1));
       float v[8];
       hadamard::widen<NUMBER>(v, octet);
 #pragma unroll
       for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
-      from.values<NUMBER>(v, octet, column);
+      from.gained(v, column);
 #pragma unroll
       for (int i = 0; i < 8; i++) first[column + i] = v[i];
     }
@@ -139,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     most = hadamard::warp_max(lane < WARPS ? most_of[lane] : 0.0f);
     if (activation == ACT_NORM)
-      factor *= rsqrtf(hadamard::warp_sum(lane < WARPS ? sum_of[lane] : 0.0f) / static_cast<float>(k) + eps);
+      factor *= rsqrtf(fmaf(hadamard::warp_sum(lane < WARPS ? sum_of[lane] : 0.0f), share, eps));
     const hadamard::RowScale scale(most, factor, q);
     if (threadIdx.x == 0 && bits != 16) scales[row] = scale.scale;
     hadamard::for_mode(q, Writer<NUMBER>{made, k, scale, q, out + row * q.row_bytes()});

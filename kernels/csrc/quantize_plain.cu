@@ -1,64 +1,79 @@
 // codes, scales = quantize(v * f): rows without a transform. v is x, x * gain (a norm's, f = 1/rms) or
 // round16(act(gate) * up).
 //
-// Bound by bytes: a thread keeps its octets packed in registers, reads them once, and one barrier serves the sum of
-// squares and the largest value together (f is positive, so it can be multiplied in afterwards).
-// PAIRS: how many times two octets a thread holds; threads * PAIRS * 16 >= width. Tested by tests/gpu/test_hadamard.py.
+// Bound by bytes, so by how many of them are on their way: a thread asks for its octets of the next row before it works
+// on those of this one, and keeps v in fp32 registers; one barrier a row serves the sum of squares and the largest
+// value together (f is positive, so it can be multiplied in afterwards).
+// PAIR_COUNT: how many times two octets a thread holds; threads * PAIR_COUNT * 16 >= width. ACTS: whether x is gate and
+// up. Tested by tests/gpu/test_hadamard.py.
 #include "quantize_row.cuh"
 
-constexpr int MOST_WARPS = 32;
+constexpr int MOST_WARPS = 16, OCTETS = 2 * PAIR_COUNT, SOURCES = ACTS ? 2 : 1;
+constexpr bool AHEAD = PAIR_COUNT * SOURCES <= 2;  // else the next row's values find no registers
 
-template <int ACT, int PAIRS> struct Writer {
+// What a thread asks for of a row: octets of x, or of gate and up.
+struct Asked {
+  uint4 octets[OCTETS][SOURCES];
+
+  DEVICE void load(const Row &row) {
+#pragma unroll
+    for (int o = 0; o < OCTETS; o++)
+#pragma unroll
+      for (int s = 0; s < SOURCES; s++) octets[o][s] = row.load(row.column(o / 2, o % 2), s);
+  }
+};
+
+struct Writer {
   const Row &from;
-  const uint4 (&octets)[PAIRS][2];
+  const float (&v)[PAIR_COUNT][2][8];
   const hadamard::RowScale &scale;
   const Quantizer &q;
   u8 *row;
 
   template <int MODE> DEVICE void write() const {
 #pragma unroll
-    for (int p = 0; p < PAIRS; p++) {
-      float v[2][8];
-#pragma unroll
-      for (int h = 0; h < 2; h++) from.values<ACT>(v[h], octets[p][h], from.column(p, h));
+    for (int p = 0; p < PAIR_COUNT; p++) {
       const int block = from.column(p, 0) / 32;
-      hadamard::write_block<ACT, MODE>(row + hadamard::block_bytes(MODE) * block, v, scale, q, 32 * block < q.width);
+      hadamard::write_block<NUMBER, MODE>(row + hadamard::block_bytes(MODE) * block, v[p], scale, q, 32 * block < q.width);
     }
   }
 };
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, PAIR_COUNT == 1 ? 2 : 1)
     ENTRY(const u16 *x, const void *gain, u8 *out, float *scales, int rows, u64 ldx, int k, int activation, int gain_type,
-          float eps, int width, int bits, int order, float clip) {
+          float eps, float share, int width, int bits, int order, float clip) {
   __shared__ float most_of[2][MOST_WARPS], sum_of[2][MOST_WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const Quantizer q{out, scales, width, bits, order, clip};
   int turn = 0;  // of the two sets of sums: the next row may write while this one is read
+  Asked asked;
 
   ptx::launch_dependents();
   ptx::wait_for_previous_kernel();
+  if (AHEAD && blockIdx.x < rows) asked.load(Row{x + blockIdx.x * ldx, gain, k, activation, gain_type});
   for (int row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
     const Row from{x + row * ldx, gain, k, activation, gain_type};
-    uint4 octets[PAIR_COUNT][2];
+    if (!AHEAD) asked.load(from);
+    float v[PAIR_COUNT][2][8], most = 0.0f, sum = 0.0f;
 #pragma unroll
-    for (int p = 0; p < PAIR_COUNT; p++)
+    for (int o = 0; o < OCTETS; o++) {
+      uint4 octet = asked.octets[o][0];
+      if constexpr (ACTS) octet = from.activated<NUMBER>(octet, asked.octets[o][SOURCES - 1]);
+      hadamard::widen<NUMBER>(v[o / 2][o % 2], octet);
+    }
+    if (AHEAD && row + gridDim.x < rows)
+      asked.load(Row{x + (row + gridDim.x) * ldx, gain, k, activation, gain_type});
 #pragma unroll
-      for (int h = 0; h < 2; h++) octets[p][h] = from.load<NUMBER>(from.column(p, h));
-    float most = 0.0f, sum = 0.0f;
+    for (int o = 0; o < OCTETS; o++) {
+      float(&w)[8] = v[o / 2][o % 2];
+      if (activation == ACT_NORM) {
 #pragma unroll
-    for (int p = 0; p < PAIR_COUNT; p++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        float v[8];
-        if (activation == ACT_NORM) {
-          hadamard::widen<NUMBER>(v, octets[p][h]);
-#pragma unroll
-          for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
-        }
-        from.values<NUMBER>(v, octets[p][h], from.column(p, h));
-#pragma unroll
-        for (int i = 0; i < 8; i++) most = hadamard::max_abs(most, v[i]);
+        for (int i = 0; i < 8; i++) sum = fmaf(w[i], w[i], sum);
+        from.gained(w, from.column(o / 2, o % 2));
       }
+#pragma unroll
+      for (int i = 0; i < 8; i++) most = hadamard::max_abs(most, w[i]);
+    }
     most = hadamard::warp_max(most);
     if (activation == ACT_NORM) sum = hadamard::warp_sum(sum);
     if (lane == 0) most_of[turn][warp] = most, sum_of[turn][warp] = sum;
@@ -66,9 +81,9 @@ extern "C" __global__ void __launch_bounds__(512)
     most = hadamard::warp_max(lane < warps ? most_of[turn][lane] : 0.0f);
     float factor = 1.0f;
     if (activation == ACT_NORM)
-      factor = rsqrtf(hadamard::warp_sum(lane < warps ? sum_of[turn][lane] : 0.0f) / static_cast<float>(k) + eps);
+      factor = rsqrtf(fmaf(hadamard::warp_sum(lane < warps ? sum_of[turn][lane] : 0.0f), share, eps));
     const hadamard::RowScale scale(most, factor, q);
     if (threadIdx.x == 0 && bits != 16) scales[row] = scale.scale;
-    hadamard::for_mode(q, Writer<NUMBER, PAIR_COUNT>{from, octets, scale, q, out + row * q.row_bytes()});
+    hadamard::for_mode(q, Writer{from, v, scale, q, out + row * q.row_bytes()});
   }
 }

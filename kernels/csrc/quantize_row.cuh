@@ -29,20 +29,22 @@ struct Row {
     return unit / 2 * 32 + unit % 2 * 8 + 16 * h;
   }
 
-  template <int ACT> DEVICE uint4 load(int column) const {
+  // Octet of x or of gate (source 0), or of up (1); zeros past the row.
+  DEVICE uint4 load(int column, int source) const {
     if (column >= k) return make_uint4(0, 0, 0, 0);
-    const uint4 octet = *reinterpret_cast<const uint4 *>(x + column);
-    if (activation != ACT_SILU && activation != ACT_GELU_TANH) return octet;
-    return hadamard::activate_octet<ACT>(octet, *reinterpret_cast<const uint4 *>(x + k + column), activation);
+    return *reinterpret_cast<const uint4 *>(x + source * k + column);
   }
 
-  template <int ACT> DEVICE void values(float (&v)[8], uint4 octet, int column) const {
-    hadamard::widen<ACT>(v, octet);
-    if (gain_type != GAIN_NONE && column < k) {
-      float g[8];
-      load_gain(g, gain, gain_type, column);
+  template <int ACT> DEVICE uint4 activated(uint4 gate, uint4 up) const {
+    return activation == ACT_SILU ? hadamard::activate_octet<ACT, ACT_SILU>(gate, up)
+                                  : hadamard::activate_octet<ACT, ACT_GELU_TANH>(gate, up);
+  }
+
+  DEVICE void gained(float (&v)[8], int column) const {
+    if (gain_type == GAIN_NONE || column >= k) return;
+    float g[8];
+    load_gain(g, gain, gain_type, column);
 #pragma unroll
-      for (int i = 0; i < 8; i++) v[i] *= g[i];
-    }
+    for (int i = 0; i < 8; i++) v[i] *= g[i];
   }
 };

@@ -8,7 +8,8 @@ any     every other transform, factor by factor (``hadamard_any.cu``)
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
+from itertools import product
 
 import numpy as np
 
@@ -18,8 +19,10 @@ from w4pack.kernels.quarot.transform import Transform
 
 DTYPES = ("fp16", "bf16")
 RESERVED = 1024  # bytes of shared memory that a block costs beside its own
-PLAIN_THREADS, PLAIN_PAIRS = 512, (1, 2, 4)  # at most; how many times 16 values a thread holds
+PLAIN_THREADS, PLAIN_PAIRS = 512, (1, 2)  # at most; how many times 16 values a thread holds
 ANY_THREADS = 512
+SMALL, FRAGMENT = 64, 512  # rows of H up to which its fragments lie in shared memory; bytes of one
+ONE = {"fp16": 0x3C00, "bf16": 0x3F80}  # the bits of 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,14 @@ class Dense:
     @property
     def fixed_bytes(self) -> int:
         """Bytes of shared memory that the kernel declares itself: H's fragments, two numbers a warp."""
-        return (self.rows // 16) ** 2 * 512 + 8 * self.warps
+        small = self.rows <= SMALL
+        return ((self.rows // 16) ** 2 * FRAGMENT if small else 16) + 8 * self.warps
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles of 16 of H's table: (rows of H transposed, padded to whole tasks; columns)."""
+        columns = self.rows // 16
+        return -(-columns // self.mt) * self.mt, columns
 
 
 WIDTHS = (  # the whole row is transformed
@@ -61,6 +71,10 @@ WIDTHS = (  # the whole row is transformed
     Dense(32, 8, 3, 1, 8, True, 4),
     Dense(32, 9, 3, 2, 8, True, 2),
     Dense(32, 10, 4, 1, 16, True, 1),
+    Dense(176, 7, 3, 2, 12, True, 1),
+    Dense(176, 6, 2, 2, 12, True, 2),
+    Dense(432, 6, 2, 4, 14, True, 1),
+    Dense(432, 5, 1, 4, 14, True, 1),
 )
 HEADS = (  # a channel is transformed across heads
     Dense(16, 6, 2, 1, 4, False, 5),
@@ -79,9 +93,9 @@ def files(arch: str) -> Iterator[File]:
     """Yield what is compiled for an architecture: the same everywhere."""
     for dtype in DTYPES:
         number = dtype.upper()
-        for pairs in PLAIN_PAIRS:
-            entry = plain_entry(dtype, pairs)
-            defines = (f"ENTRY={entry}", f"NUMBER={number}", f"PAIR_COUNT={pairs}")
+        for pairs, acts in product(PLAIN_PAIRS, (False, True)):
+            entry = plain_entry(dtype, pairs, acts)
+            defines = (f"ENTRY={entry}", f"NUMBER={number}", f"PAIR_COUNT={pairs}", f"ACTS={int(acts)}")
             yield File("quantize_plain.cu", entry, defines)
         yield File("hadamard_any.cu", any_entry(dtype), (f"ENTRY={any_entry(dtype)}", f"NUMBER={number}"))
         for row in (*WIDTHS, *HEADS):
@@ -99,9 +113,14 @@ def _defines(row: Dense, dtype: str) -> tuple[str, ...]:
     )
 
 
-def plain_entry(dtype: str, pairs: int) -> str:
-    """Return the name of the kernel without a transform."""
-    return f"quantize_{dtype}_p{pairs}"
+def plain_entry(dtype: str, pairs: int, acts: bool) -> str:
+    """Return the name of the kernel without a transform; ``acts``: its input is gate and up."""
+    return f"quantize_{dtype}_p{pairs}{'_acts' if acts else ''}"
+
+
+def plain_threads(pairs: int) -> int:
+    """Return how many threads a multiprocessor holds of the kernel without a transform: as its bounds say."""
+    return PLAIN_THREADS * (2 if pairs == 1 else 1)
 
 
 def any_entry(dtype: str) -> str:
@@ -111,10 +130,9 @@ def any_entry(dtype: str) -> str:
 
 def plain(width: int) -> tuple[int, int] | None:
     """Return (pairs of octets a thread holds, threads) for rows of ``width``, or None: too wide."""
-    units = width // 16
     for pairs in PLAIN_PAIRS:
-        threads = -(-units // (32 * pairs)) * 32
-        if threads <= PLAIN_THREADS // 2 or (pairs == PLAIN_PAIRS[-1] and threads <= PLAIN_THREADS):
+        threads = -(-width // (512 * pairs)) * 32
+        if threads <= PLAIN_THREADS:
             return pairs, threads
     return None
 
@@ -146,18 +164,29 @@ def _divides(transform: Transform, row: Dense) -> bool:
 
 
 @cache
-def dense_bits(transform: Transform, m: int) -> "np.ndarray":
-    """Return int64 (m,): bit j of word i is set where the leading m x m part has H[i, j] = -1."""
-    matrices, rest = [], m
+def fragments(transform: Transform, row: Dense, m: int, dtype: str) -> "np.ndarray":
+    """Return int32 (m-tiles, k-tiles, 32, 4): the leading m x m part of H, transposed, as A fragments.
+
+    Register e of lane 4 g + t holds row g + 8 (e % 2), column 8 (e // 2) + 2 t in its upper half the next.
+    """
+    made, columns = row.tiles
+    h = np.zeros((16 * made, 16 * columns), np.uint32)
+    h[:m, :m] = np.where(leading(transform, m).T < 0, ONE[dtype] | 0x8000, ONE[dtype])
+    # (m-tile, e % 2, g, k-tile, e // 2, t, half)
+    parts = h.reshape(made, 2, 8, columns, 2, 4, 2)
+    pairs = parts[..., 0] | parts[..., 1] << 16
+    found: np.ndarray = pairs.transpose(0, 3, 2, 5, 4, 1).reshape(made, columns, 32, 4)
+    return np.ascontiguousarray(found).view(np.int32)
+
+
+def leading(transform: Transform, m: int) -> "np.ndarray":
+    """Return the first factors of a transform multiplied out, int8 (m, m); of a power of two a part."""
+    made, rest = np.ones((1, 1), np.int8), m
     for order, kind in transform.factors:
         taken = min(order, rest)
-        if taken > 1:
-            matrices.append(constructions.matrix(taken, kind))
+        made = np.kron(made, constructions.matrix(taken, kind)) if taken > 1 else made
         rest //= taken
-    h = reduce(np.kron, matrices).astype(np.int64)
-    weights = np.left_shift(np.uint64(1), np.arange(m, dtype=np.uint64))
-    bits: np.ndarray = ((h < 0) * weights).sum(1, dtype=np.uint64).view(np.int64)
-    return bits
+    return made
 
 
 @cache

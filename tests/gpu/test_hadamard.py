@@ -1,4 +1,4 @@
-"""The quantize operators on a card against their definition: every kernel, every order, edge rows, refusals."""
+"""The quantize operators on a card against their definition: every kernel and order, edge rows, refusals."""
 
 import pytest
 
@@ -14,10 +14,14 @@ pytestmark = [
 ]
 
 Found = tuple[torch.Tensor, torch.Tensor]
-# Sums of n terms in another order differ by some ulp of fp32, so codes differ at ties only: 1 in 10,000 at most.
+# Sums in another order differ by some ulp of fp32, so codes differ at ties only: 1 in 10,000 at most.
 TIES, SCALE = 1e-4, 4e-6
+# Behind an activation the device's exponential is not the library's: a few d are rounded the other way, by a step
+# of 16 bit, which the transform spreads over the row.
+ACTIVATED_TIES, ACTIVATED_SCALE = 2e-3, 1e-4
 DENSE = (1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 7168, 8192, 10240, 14336, 16384, 28672, 32768)
-ANY = (576, 896, 2304, 4864, 5376, 11008, 13696, 13824, 18944, 25600)
+WIDE = (4608, 4864, 5632, 9216, 11008, 12800, 13696, 18944, 21504, 22016, 25600)
+ANY = (576, 896, 2304, 5376, 13824, 36864)
 MODES = ((4, 0.9, 1), (8, 1.0, 1), (4, 0.8, 2), (8, 0.95, 3), (8, 1.0, 0), (4, 1.0, 3), (16, 1.0, 0))
 
 
@@ -34,21 +38,29 @@ def normal(m: int, k: int, dtype: torch.dtype = torch.float16, seed: int = 0) ->
     return x.to(dtype)
 
 
-def compare(found: Found, y: torch.Tensor, dtype: torch.dtype, mode: tuple[int, float, int], width: int) -> None:
+def compare(
+    found: Found,
+    y: torch.Tensor,
+    dtype: torch.dtype,
+    mode: tuple[int, float, int],
+    width: int,
+    ties: float = TIES,
+    scale: float = SCALE,
+) -> None:
     """Check codes and scales against those of y, computed in float64."""
     bits, clip, order = mode
     wanted = quantize_reference.codes(y.float(), dtype, bits, clip, order, width)
     if bits == 16:
-        step = torch.finfo(dtype).eps
+        step = 2 * torch.finfo(dtype).eps
         torch.testing.assert_close(found[0].float(), wanted[0].float(), rtol=step, atol=step)
         assert found[1].shape == (0,)
         return
-    torch.testing.assert_close(found[1], wanted[1], rtol=SCALE, atol=0)
+    torch.testing.assert_close(found[1], wanted[1], rtol=scale, atol=0)
     assert found[0].shape == wanted[0].shape and found[0].dtype == wanted[0].dtype
     a, b = (orders_int.natural(codes, order).int() for codes in (found[0], wanted[0]))
     assert int((a - b).abs().max()) <= 1
     share = float((a != b).float().mean())
-    assert share <= max(TIES, 2 / a.numel()), share
+    assert share <= max(ties, 2 / a.numel()), share
     assert bool((a[:, y.shape[1] :] == 0).all())
 
 
@@ -64,7 +76,7 @@ def rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
 
 
-@pytest.mark.parametrize("n", [*DENSE, *ANY])
+@pytest.mark.parametrize("n", [*DENSE, *WIDE, *ANY])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_transform_and_quantize(n: int, dtype: torch.dtype) -> None:
     from w4pack.kernels.quarot import quantize_ops as ops
@@ -91,17 +103,14 @@ def test_activation_transform_and_quantize(n: int, activation: str, dtype: torch
     d = quantize_reference.activation(gate_up, activation)
     for key in (transform.key, ""):
         y = transformed(d.double(), Transform.of(key))
-        for bits, clip, order in ((4, 0.9, 1), (8, 1.0, 1), (16, 1.0, 0)):
+        for mode in ((4, 0.9, 1), (8, 1.0, 1), (16, 1.0, 0)):
             poison()
-            found = ops.act_quantize(gate_up, activation, key, bits, clip, order, n)
-            if bits == 16 or key == "":
-                # d itself may be rounded the other way: the device's exponential is not the library's.
-                step = 2 * float(torch.finfo(dtype).eps)
-                made = found[0].float() if bits == 16 else None
-                if made is not None:
-                    torch.testing.assert_close(made, y.float(), rtol=step, atol=step)
-                    continue
-            compare(found, y, dtype, (bits, clip, order), n)
+            found = ops.act_quantize(gate_up, activation, key, *mode, n)
+            # Without a transform a d that is rounded the other way is the row's scale, or a code of its own.
+            loose = (
+                (ACTIVATED_TIES, ACTIVATED_SCALE) if key else (ACTIVATED_TIES, float(torch.finfo(dtype).eps))
+            )
+            compare(found, y, dtype, mode, n, *loose)
 
 
 @pytest.mark.parametrize("gained", [False, True])
@@ -131,7 +140,9 @@ def test_norm_with_gain_in_front_of_a_transform(n: int) -> None:
     compare(found, y, x.dtype, (8, 1.0, 1), n)
 
 
-@pytest.mark.parametrize(("heads", "size"), [(8, 64), (32, 64), (64, 64), (12, 128), (32, 128), (40, 128), (64, 128)])
+@pytest.mark.parametrize(
+    ("heads", "size"), [(8, 64), (32, 64), (64, 64), (12, 128), (32, 128), (40, 128), (64, 128)]
+)
 def test_across_heads(heads: int, size: int) -> None:
     from w4pack.kernels.quarot import quantize_ops as ops
 
@@ -185,7 +196,13 @@ def test_edge_rows(n: int, key: bool) -> None:
             assert bool((natural[row] == 0).all()), (row, bits)
         assert float(scales[0]) == 1 and bool(scales[2:4].isnan().all())
         kept = [0, 1, 4, 5, 6, 7]
-        compare((codes[kept], scales[kept]), transformed(x.double(), transform)[kept], x.dtype, (bits, 1.0, order), n)
+        compare(
+            (codes[kept], scales[kept]),
+            transformed(x.double(), transform)[kept],
+            x.dtype,
+            (bits, 1.0, order),
+            n,
+        )
 
 
 @pytest.mark.parametrize("m", [0, 1, 3, 300, 1111])
