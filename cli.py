@@ -128,7 +128,7 @@ quantize_options = _options(
     click.option(
         "--calibration",
         type=click.Path(),
-        help="Text file, JSONL with a `text` a line, or hub:ORG/NAME[:SPLIT[:COLUMN]]; else a built-in sample.",
+        help="Text file, JSONL with a `text` a line, or hub:ORG/NAME[:SPLIT[:COLUMN]]; else a sample.",
     ),
     click.option("--samples", type=click.IntRange(1), help="Windows of text; 128 by default."),
     click.option("--seqlen", type=click.IntRange(2), help="Tokens of a window; 2048 by default."),
