@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from w4pack.convert.quantize.team import Team
 
 
+LETTERS = 8  # of a token at most, on average: how much of a data set is read
+
+
 def require_extras(what: str) -> None:
     """Raise UsageError unless torch and transformers are installed."""
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
@@ -61,7 +64,7 @@ def quantize(
     from w4pack.convert.modeljobs.quantized import quantize_model
 
     with _team(options, running) as (team, own), threads(own.workers):
-        prepared = prepare(source, options, origin, own)
+        prepared = prepare(source, options, origin, own, _texts(options))
         if team is not None and not team.leads:
             return follow(prepared, out, own, team)
         return quantize_model(
@@ -72,6 +75,18 @@ def quantize(
             on_plan=on_plan,
             team=team,
         )
+
+
+def _texts(options: ConvertOptions) -> tuple[list[str], str] | None:
+    """Return the calibration text of a data set on the Hub; None for text that lies on this disk."""
+    from w4pack.convert.hub import texts
+
+    asked = options.quantize
+    if asked is None or asked.method != "gptq" or asked.calibration is None:
+        return None
+    if not asked.calibration.startswith(texts.PREFIX):
+        return None
+    return texts.read(asked.calibration, LETTERS * (options.seed + 1) * asked.samples * asked.seqlen)
 
 
 @contextmanager
@@ -130,4 +145,4 @@ def plan_only(
     from w4pack.convert.modeljobs.quantized import plan_quantized
 
     with threads(running.workers):
-        return plan_quantized(prepare(source, options, origin, running), out, running)
+        return plan_quantized(prepare(source, options, origin, running, _texts(options)), out, running)

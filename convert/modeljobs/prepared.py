@@ -64,9 +64,13 @@ class Prepared:
 
 
 def prepare(
-    source: Source, options: ConvertOptions, origin: Mapping[str, str] | None, running: Running
+    source: Source,
+    options: ConvertOptions,
+    origin: Mapping[str, str] | None,
+    running: Running,
+    texts: tuple[list[str], str] | None = None,
 ) -> Prepared:
-    """Look at a source that is to be quantized, and read its calibration text.
+    """Look at a source that is to be quantized, and read its calibration text, unless that is given.
 
     Raises Refused for a source that is quantized already; UsageError for a text that gives nothing, or a
     device that is not there; SourceError for a source without a tokenizer.
@@ -97,7 +101,12 @@ def prepare(
     if asked.method == "gptq":
         tokenizer = tokenizer_of(source)
         calibration = calibrate(
-            asked.calibration, tokenizer, samples=asked.samples, seqlen=asked.seqlen, seed=options.seed
+            asked.calibration,
+            tokenizer,
+            samples=asked.samples,
+            seqlen=asked.seqlen,
+            seed=options.seed,
+            given=texts,
         )
         warnings += _too_little(calibration, model)
     if runs_online(options):
@@ -112,6 +121,7 @@ def prepare(
         asked_for = default_schemes(model, options)
         schemes = choose(asked_for, provider, TARGETS[options.to], asked.bpw, device)
     name = None if asked.calibration is None else Path(asked.calibration).name
+    name = texts[1] if texts is not None else name
     recorded = replace(options, quantize=replace(asked, calibration=name))
     return Prepared(source, provider, model, recorded, origin, device, calibration, warnings, schemes)
 

@@ -122,9 +122,20 @@ def cut(tokens: torch.Tensor, samples: int, seqlen: int, seed: int) -> torch.Ten
     return rows[[(first + i) % available for i in range(count)]]
 
 
-def calibrate(path: str | None, tokenizer: Any, *, samples: int, seqlen: int, seed: int) -> Calibration:
-    """Read, tokenize and cut the calibration text. Raises UsageError for one that holds nothing."""
-    texts, name = read_texts(path)
+def calibrate(
+    path: str | None,
+    tokenizer: Any,
+    *,
+    samples: int,
+    seqlen: int,
+    seed: int,
+    given: tuple[list[str], str] | None = None,
+) -> Calibration:
+    """Read, tokenize and cut the calibration text. Raises UsageError for one that holds nothing.
+
+    ``given``: texts that were read already, and their name.
+    """
+    texts, name = given or read_texts(path)
     tokens, skipped = tokens_of(texts, tokenizer, path or name)
     return Calibration(cut(tokens, samples, seqlen, seed), name, samples, skipped)
 

@@ -523,4 +523,7 @@ ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("GET", rf"/api/models/{ID}/revision/(.+)", _Api.info),
     ("GET", rf"/api/models/{ID}", _Api.info),
     ("GET|HEAD", rf"/{ID}/resolve/([^/]+)/(.+)", _Api.resolve),
+    ("GET", rf"/api/datasets/{ID}/revision/(.+)", _Api.info),
+    ("GET", rf"/api/datasets/{ID}", _Api.info),
+    ("GET|HEAD", rf"/datasets/{ID}/resolve/([^/]+)/(.+)", _Api.resolve),
 )
