@@ -1,9 +1,10 @@
 // codes, scales = quantize(v (I ⊗ H_m1 ⊗ H_m2 ... ⊗ I) * f): every transform that the faster kernel does not make.
 //
 // A row is kept in fp32, in shared memory where it fits and else in a piece of global memory for each block, which
-// stays in the L2 cache. Factor by factor: a power of two in place, up to three steps at once in registers; another
-// order from one copy to the other, four sums a thread, signs from words of bits. Reads and writes the activations
-// once, but its own traffic is many times theirs: right, not fast.
+// stays in the L2 cache. Factor by factor: a power of two in place, up to three steps at once in registers; a small
+// order in place too, a column of it in registers and H as floats that all lanes read at once; a larger one from one
+// copy to the other, four sums a thread, signs from words of bits. Reads and writes the activations once, but its own
+// traffic is many times theirs: right, not fast.
 //
 //   plan   ints: number of factors, then for each (m, stride, first word of signs or -1 for a power of two)
 //   signs  for each factor m * ceil(m / 32) words: bit i % 32 of word i / 32 of row j is set where H[i, j] = -1
@@ -11,12 +12,13 @@
 // Requires: m a multiple of 4 where it is no power of two. Tested by tests/gpu/test_hadamard.py.
 #include "quantize_row.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32;
+constexpr int THREADS = 512, WARPS = THREADS / 32, MOST_SMALL = 28;
 
 struct Plan {
   const int *entries;
   const u32 *signs;
   int n;
+  float4 *table;  // shared: H of a small order, [j / 4][i] for outputs j to j + 3
 
   // STEPS butterflies: elements `stride` apart, then twice that, ...
   template <int STEPS> DEVICE void steps(float *row, int stride) const {
@@ -39,6 +41,34 @@ struct Plan {
     for (; m >= 8; m /= 8, stride *= 8) steps<3>(row, stride);
     if (m == 4) steps<2>(row, stride);
     if (m == 2) steps<1>(row, stride);
+  }
+
+  template <int M> DEVICE void small(float *row, int stride, const u32 *bits) const {
+    float *entry = reinterpret_cast<float *>(table);
+    for (int e = threadIdx.x; e < M * M; e += THREADS) {
+      const int i = e / 4 % M, j = e / (4 * M) * 4 + e % 4;
+      entry[e] = bits[j] >> i & 1 ? -1.0f : 1.0f;
+    }
+    __syncthreads();
+    for (int item = threadIdx.x; item < n / M; item += THREADS) {
+      float *at = row + item / stride * stride * M + item % stride;
+      float v[M];
+#pragma unroll
+      for (int i = 0; i < M; i++) v[i] = at[i * stride];
+#pragma unroll 1
+      for (int quad = 0; quad < M / 4; quad++) {
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+          const float4 h = table[quad * M + i];
+          sum.x = fmaf(v[i], h.x, sum.x), sum.y = fmaf(v[i], h.y, sum.y);
+          sum.z = fmaf(v[i], h.z, sum.z), sum.w = fmaf(v[i], h.w, sum.w);
+        }
+        float *to = at + 4 * quad * stride;
+        to[0] = sum.x, to[stride] = sum.y, to[2 * stride] = sum.z, to[3 * stride] = sum.w;
+      }
+    }
+    __syncthreads();
   }
 
   DEVICE void dense(const float *from, float *to, int m, int stride, const u32 *bits) const {
@@ -72,6 +102,12 @@ struct Plan {
       const int m = entries[3 * f + 1], stride = entries[3 * f + 2], first = entries[3 * f + 3];
       if (first < 0) {
         power_of_two(row, m, stride);
+      } else if (m == 12) {
+        small<12>(row, stride, signs + first);
+      } else if (m == 20) {
+        small<20>(row, stride, signs + first);
+      } else if (m == 28) {
+        small<28>(row, stride, signs + first);
       } else {
         dense(row, other, m, stride, signs + first);
         float *swap = row;
@@ -111,7 +147,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ float most_of[WARPS], sum_of[WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Quantizer q{out, scales, width, bits, order, clip};
-  const Plan plan{entries, signs, k};
+  __shared__ float4 table[MOST_SMALL * MOST_SMALL / 4];
+  const Plan plan{entries, signs, k, table};
   float *first = scratch == nullptr ? memory : scratch + 2ull * k * blockIdx.x;
 
   ptx::launch_dependents();

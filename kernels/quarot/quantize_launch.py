@@ -141,8 +141,8 @@ def _dense(card: launch.Device, stream: int, task: Task, row: quantize_plan.Dens
 def _any(card: launch.Device, stream: int, task: Task, size: int, room: int) -> None:
     entries, words = _tables(task.transform, size, card.index)
     grid = min(task.x.shape[0], 2 * card.multiprocessors)
-    needed = 8 * task.k  # two rows of fp32
-    outside = needed > room - quantize_plan.RESERVED
+    needed = 4 * task.k * quantize_plan.any_rows(task.transform)
+    outside = needed > room - quantize_plan.ANY_FIXED
     scratch = torch.empty(grid * 2 * task.k, dtype=torch.float32, device=task.x.device) if outside else None
     launch.start(
         card,

@@ -20,7 +20,11 @@ from w4pack.kernels.quarot.transform import Transform
 DTYPES = ("fp16", "bf16")
 RESERVED = 1024  # bytes of shared memory that a block costs beside its own
 PLAIN_THREADS, PLAIN_PAIRS = 512, (1, 2)  # at most; how many times 16 values a thread holds
-ANY_THREADS = 512
+ANY_THREADS, ANY_FIXED = (
+    512,
+    4096,
+)  # threads; no less than what its blocks take of shared memory beside the row
+IN_PLACE = (12, 20, 28)  # orders that the general kernel applies in place
 SMALL, FRAGMENT = 64, 512  # rows of H up to which its fragments lie in shared memory; bytes of one
 ONE = {"fp16": 0x3C00, "bf16": 0x3F80}  # the bits of 1
 
@@ -126,6 +130,11 @@ def plain_threads(pairs: int) -> int:
 def any_entry(dtype: str) -> str:
     """Return the name of the kernel for every transform."""
     return f"hadamard_{dtype}_any"
+
+
+def any_rows(transform: Transform) -> int:
+    """Return how many rows of fp32 the general kernel works on: 2 where a factor goes from one to the other."""
+    return 1 if all(kind == "sylvester" or m in IN_PLACE for m, kind in transform.factors) else 2
 
 
 def plain(width: int) -> tuple[int, int] | None:

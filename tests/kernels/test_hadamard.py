@@ -221,6 +221,11 @@ def test_every_width_of_a_model_has_its_kernel() -> None:
     assert quantize_plan.dense(Transform.planned(64), 64, 128, ROOM) is not None
 
 
+def test_the_general_kernel_keeps_one_row_where_all_is_in_place() -> None:
+    rows = {n: quantize_plan.any_rows(Transform.planned(n)) for n in (13824, 2880, 5376, 10944)}
+    assert rows == {13824: 1, 2880: 1, 5376: 1, 10944: 2}
+
+
 @pytest.mark.parametrize("width", [64, 4096, 8192, 8256, 16384])
 def test_a_row_without_a_transform_fits_its_threads(width: int) -> None:
     pairs, threads = quantize_plan.plain(width) or (0, 0)
