@@ -128,12 +128,15 @@ def install(model: PreTrainedModel, decoder: nn.Module, plans: Mapping[nn.Module
         decoder: the module that is called with the cache, and calls the layers.
         plans: attention module -> how its keys and values are stored.
     """
-    AttentionInterface.register(ATTENTION, attention)
-    AttentionMaskInterface.register(ATTENTION, mask)
     for module, plan in plans.items():
         setattr(module, PLAN, plan)
     model.set_attn_implementation(ATTENTION)
     decoder.register_forward_pre_hook(_Before(decoder, next(iter(plans.values()))), with_kwargs=True)
+
+
+# On import, so that a model that was pickled finds them.
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, mask)
 
 
 class _Before:

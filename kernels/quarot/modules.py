@@ -4,7 +4,7 @@ The layers are those of ``kernels.modules``: they hold the artifact's tensors un
 is new is the front that stands before the product.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -116,7 +116,7 @@ def put_front(layer: nn.Module, front: Front) -> None:
     if isinstance(layer, PackedLinear):
         (layer if layer.fused is None else layer.fused).front = _Products(front)
     else:
-        layer.register_forward_pre_hook(_values_of(front))
+        layer.register_forward_pre_hook(_Values(front))
 
 
 class _Products:
@@ -130,10 +130,13 @@ class _Products:
         return product(self.front, layer.spec, tensors, x, layer.bias)
 
 
-def _values_of(front: Front) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
-    def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+class _Values:
+    """Gives a linear in 16 bit what its front makes of the input."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, *rest = args
         flat = x.reshape(-1, x.shape[-1])
-        return front.values(flat).reshape(*x.shape[:-1], -1), *rest
-
-    return before
+        return self.front.values(flat).reshape(*x.shape[:-1], -1), *rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -135,6 +136,15 @@ def test_an_artifact_without_records_takes_no_bits(tmp_path: Path, out: Path) ->
     models.edit_online(folder, lambda records: [])
     with pytest.raises(UsageError, match="act_bits"):
         w4pack.load(folder, act_bits=4)
+
+
+def test_copies_compute_the_same(model: Any, tmp_path: Path) -> None:
+    torch.save(model, tmp_path / "model.pt")
+    stored = torch.load(tmp_path / "model.pt", weights_only=False)
+    with torch.no_grad():
+        wanted = model(PROMPT).logits
+        assert torch.equal(stored(PROMPT).logits, wanted)
+        assert torch.equal(copy.deepcopy(model)(PROMPT).logits, wanted)
 
 
 # ---- generate --------------------------------------------------------------------------------------
