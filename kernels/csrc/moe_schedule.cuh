@@ -66,13 +66,7 @@ template <class T> struct Run<Grouped<T>> {
   DEVICE Segment take(const Problem &p) {
     const u32 units = G::units(p), tile = next / units, columns = G::column_tiles(p);
     while (tile >= grouped(p).first[expert + 1] * columns) expert++;
-    Segment s;
-    s.tile = static_cast<int>(tile);
-    s.begin = static_cast<int>(next % units);
-    s.end = static_cast<int>(min(units, s.begin + (end - next)));
-    s.expert = expert;
-    next += static_cast<u32>(s.end - s.begin);
-    return s;
+    return cut(next, end, units, expert);
   }
 };
 

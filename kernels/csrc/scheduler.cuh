@@ -22,6 +22,17 @@ struct Place {
   int column_tile, token0;
 };
 
+// The next piece of a run from `next` to `end`, counted over all tiles: of one tile, and no further than that.
+DEVICE Segment cut(u32 &next, u32 end, u32 units, int expert) {
+  Segment s;
+  s.tile = static_cast<int>(next / units);
+  s.begin = static_cast<int>(next % units);
+  s.end = static_cast<int>(min(units, s.begin + (end - next)));
+  s.expert = expert;
+  next += static_cast<u32>(s.end - s.begin);
+  return s;
+}
+
 // The shape as the scheduler sees it. Cheap to work out again, so nothing of it stays in a register.
 template <class T> struct Grid {
   DEVICE static int token_blocks(const Problem &p) { return (p.m + T::TOKENS - 1) / T::TOKENS; }
@@ -47,14 +58,5 @@ template <class T> struct Run {
 
   DEVICE explicit Run(const Problem &p) : next(Grid<T>::begin(p, blockIdx.x)), end(Grid<T>::begin(p, blockIdx.x + 1)) {}
   DEVICE bool more() const { return next < end; }
-  DEVICE Segment take(const Problem &p) {
-    const u32 units = Grid<T>::units(p);
-    Segment s;
-    s.tile = static_cast<int>(next / units);
-    s.begin = static_cast<int>(next % units);
-    s.end = static_cast<int>(min(units, s.begin + (end - next)));
-    s.expert = 0;
-    next += static_cast<u32>(s.end - s.begin);
-    return s;
-  }
+  DEVICE Segment take(const Problem &p) { return cut(next, end, Grid<T>::units(p), 0); }
 };
