@@ -41,6 +41,7 @@ class GateReport:
     """What the gate found ``worst``: largest difference of the stream over its largest value, and where.
 
     near_ties  (token, layer) pairs that were left out because experts were chosen by a hair
+    outliers   of each layer's output, largest value over root mean square: (source, rotated)
     """
 
     worst: float = 0.0
@@ -49,6 +50,7 @@ class GateReport:
     layers: int = 0
     tokens: int = 0
     near_ties: int = 0
+    outliers: list[tuple[float, float]] = field(default_factory=list)
 
     def see(self, error: float, where: str) -> None:
         """Keep the largest difference."""
@@ -181,6 +183,12 @@ def _layer(pair: _Pair, left: Stream, right: Stream, index: int) -> None:
         right.advance(layer, index)
     _compare(pair, name, pair.expected(left.hidden[0]), right.hidden[0], before, _near_ties(seen))
     pair.report.layers += 1
+    pair.report.outliers.append((_peak(left.hidden[0]), _peak(right.hidden[0])))
+
+
+def _peak(hidden: torch.Tensor) -> float:
+    """Return the largest value over the root mean square."""
+    return float(hidden.abs().max() / hidden.double().square().mean().sqrt().clamp(min=1e-30))
 
 
 @contextmanager

@@ -136,8 +136,11 @@ def quantize_model(
     if running.resume and finished_plan(out, plan) is not None:
         _say(team, FINISHED)
         return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
+    outliers: dict[str, Any] = {}
     if prepared.options.rotate != "none":
-        check_rotation(source, prepared.options, running.reporter, prepared.device)
+        gate = check_rotation(source, prepared.options, running.reporter, prepared.device)
+        before, after = zip(*gate.outliers, strict=True)
+        outliers = {"outliers": {"source": before, "rotated": after}}
     done: list[QuantizeRun] = []
 
     def work(files: OutFiles, log: Journal, earlier: list[Finished]) -> Mapping[int, Finished]:
@@ -151,7 +154,7 @@ def quantize_model(
         plan,
         out,
         running,
-        lambda folder, w: write_rest(folder, w, plan, source, done[0].outcome, card),
+        lambda folder, w: write_rest(folder, w, plan, source, done[0].outcome | outliers, card),
         work,
     )
     _say(team, FINISHED)

@@ -1,16 +1,22 @@
 """The manifest of a quantized model, and the other files of its output."""
 
+import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from w4pack.convert.jobs import manifest, sidefiles
+from w4pack.convert.jobs.staging import write_file
 from w4pack.convert.planning.plan import FORMAT_VERSION, Plan
+from w4pack.convert.planning.quantizing import layer_index
 from w4pack.convert.planning.record import to_plain
+from w4pack.convert.quantize.pictures import over_layers
 from w4pack.convert.quantize.report import report
 from w4pack.convert.source.detect import Source
 
+ERRORS, OUTLIERS = "quantization-errors.svg", "quantization-outliers.svg"
 CardMaker = Callable[[Plan, str], str]  # plan, report in Markdown -> README.md
 
 
@@ -47,6 +53,30 @@ def _layers(plan: Plan, written: manifest.Written) -> Iterator[tuple[str, str]]:
         yield layer.name, json.dumps(entry)
 
 
+def pictures(
+    reports: Mapping[str, Mapping[str, Any]], outcome: Mapping[str, Any]
+) -> dict[str, tuple[str, bytes]]:
+    """Return file name -> (title, SVG): errors of each kind of linear, outliers of a rotated model."""
+    errors: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for name, entry in reports.items():
+        if "error" in entry:
+            errors[name.rpartition(".")[2]][layer_index(name)].append(entry["error"])
+    drawn = {ERRORS: ("Relative squared error of outputs, by decoder layer", _by_layer(errors))}
+    if "outliers" in outcome:
+        title = "Largest value over root mean square of the stream, by decoder layer"
+        drawn[OUTLIERS] = (title, outcome["outliers"])
+    return {name: (title, over_layers(title, lines).encode()) for name, (title, lines) in drawn.items()}
+
+
+def _by_layer(errors: Mapping[str, Mapping[int, list[float]]]) -> dict[str, list[float]]:
+    """Return kind of linear -> mean of each layer, 0 where it has none."""
+    last = max((layer for found in errors.values() for layer in found), default=-1)
+    return {
+        kind: [sum(found.get(n, [0.0])) / len(found.get(n, [0.0])) for n in range(last + 1)]
+        for kind, found in sorted(errors.items())
+    }
+
+
 def write_rest(
     folder: Path,
     written: manifest.Written,
@@ -58,5 +88,10 @@ def write_rest(
     """Write everything but the weights: side files, index, card, manifest and, last, config.json."""
     value = build(plan, source, written, outcome)
     side_files = sidefiles.copy_side_files(source.checkpoint, folder)
-    text = card(plan, report(plan, written.reports, outcome)) if card else None
+    shown = pictures(written.reports, outcome)
+    for name, (_, data) in shown.items():
+        write_file(folder / name, data)
+        side_files[name] = hashlib.sha256(data).hexdigest()
+    titles = {name: title for name, (title, _) in shown.items()}
+    text = card(plan, report(plan, written.reports, outcome, titles)) if card else None
     sidefiles.write_rest(folder, plan, source.config, side_files, value, text)

@@ -20,10 +20,20 @@ class _Planned(Protocol):
     def rotation(self) -> Mapping[str, Any] | None: ...
 
 
-def report(plan: _Planned, reports: Mapping[str, Mapping[str, Any]], outcome: Mapping[str, Any]) -> str:
-    """Return the report: settings, calibration, errors by kind of linear, the worst ones, what fell back."""
+def report(
+    plan: _Planned,
+    reports: Mapping[str, Mapping[str, Any]],
+    outcome: Mapping[str, Any],
+    pictures: Mapping[str, str] | None = None,
+) -> str:
+    """Return the report: settings, calibration, errors by kind of linear, the worst ones, what fell back.
+
+    ``pictures``: file name beside the report -> title.
+    """
     layers = {name: r for name, r in reports.items() if "error" in r}
-    parts = [_settings(plan, outcome), _kinds(layers), _worst(layers), _fallbacks(layers), _experts(outcome)]
+    shown = [f"![{title}]({name})" for name, title in (pictures or {}).items()]
+    parts = [_settings(plan, outcome), _kinds(layers), *shown, _worst(layers), _fallbacks(layers)]
+    parts.append(_experts(outcome))
     return "\n\n".join(part for part in parts if part)
 
 
