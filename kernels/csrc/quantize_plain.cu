@@ -9,6 +9,11 @@
 #include "quantize_row.cuh"
 
 constexpr int MOST_WARPS = 16, OCTETS = 2 * PAIR_COUNT, SOURCES = ACTS ? 2 : 1;
+#if __CUDA_ARCH__ >= 900
+constexpr int RESIDENT = PAIR_COUNT == 1 ? 2 : 1;  // blocks of 512 threads
+#else
+constexpr int RESIDENT = 1;  // two would spill
+#endif
 constexpr bool AHEAD = PAIR_COUNT * SOURCES <= 2;  // else the next row's values find no registers
 
 // What a thread asks for of a row: octets of x, or of gate and up.
@@ -39,7 +44,7 @@ struct Writer {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(512, PAIR_COUNT == 1 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(512, RESIDENT)
     ENTRY(const u16 *x, const void *gain, u8 *out, float *scales, int rows, u64 ldx, int k, int activation, int gain_type,
           float eps, float share, int width, int bits, int order, float clip) {
   __shared__ float most_of[2][MOST_WARPS], sum_of[2][MOST_WARPS];
@@ -62,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(512, PAIR_COUNT == 1 ? 2 : 1)
       hadamard::widen<NUMBER>(v[o / 2][o % 2], octet);
     }
     if (AHEAD && row + gridDim.x < rows)
-      asked.load(Row{x + (row + gridDim.x) * ldx, gain, k, activation, gain_type});
+      asked.load(Row{x + ptx::opaque(row + gridDim.x) * ldx, gain, k, activation, gain_type});
 #pragma unroll
     for (int o = 0; o < OCTETS; o++) {
       float(&w)[8] = v[o / 2][o % 2];
@@ -84,6 +89,6 @@ extern "C" __global__ void __launch_bounds__(512, PAIR_COUNT == 1 ? 2 : 1)
       factor = rsqrtf(fmaf(hadamard::warp_sum(lane < warps ? sum_of[turn][lane] : 0.0f), share, eps));
     const hadamard::RowScale scale(most, factor, q);
     if (threadIdx.x == 0 && bits != 16) scales[row] = scale.scale;
-    hadamard::for_mode(q, Writer{from, v, scale, q, out + row * q.row_bytes()});
+    hadamard::for_mode(q, Writer{from, v, scale, q, out + ptx::opaque(row) * q.row_bytes()});
   }
 }

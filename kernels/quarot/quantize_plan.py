@@ -101,7 +101,8 @@ def files(arch: str) -> Iterator[File]:
             entry = plain_entry(dtype, pairs, acts)
             defines = (f"ENTRY={entry}", f"NUMBER={number}", f"PAIR_COUNT={pairs}", f"ACTS={int(acts)}")
             yield File("quantize_plain.cu", entry, defines)
-        yield File("hadamard_any.cu", any_entry(dtype), (f"ENTRY={any_entry(dtype)}", f"NUMBER={number}"))
+        entry = any_entry(dtype)
+        yield File("hadamard_any.cu", entry, (f"ENTRY={entry}", f"NUMBER={number}"), hot=False)
         for row in (*WIDTHS, *HEADS):
             yield File("hadamard_dense.cu", row.entry(dtype), _defines(row, dtype))
 
@@ -133,7 +134,7 @@ def any_entry(dtype: str) -> str:
 
 
 def any_rows(transform: Transform) -> int:
-    """Return how many rows of fp32 the general kernel works on: 2 where a factor goes from one to the other."""
+    """Return how many rows of fp32 the general kernel works on: 2 where a factor goes between them."""
     return 1 if all(kind == "sylvester" or m in IN_PLACE for m, kind in transform.factors) else 2
 
 
