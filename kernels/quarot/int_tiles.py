@@ -165,7 +165,11 @@ def grid(tile: tiles.Tile, multiprocessors: int, m: int, n: int, k: int, order: 
 
 
 def files(arch: str) -> Iterator[File]:
-    """Yield the kernels of an architecture."""
+    """Yield the kernels of an architecture, each once."""
+    yield from dict.fromkeys(_files(arch))
+
+
+def _files(arch: str) -> Iterator[File]:
     table_arch = "sm_80" if arch == tiles.PTX_ARCH else arch
     for order in KINDS:
         if order == orders_int.S64 and arch == tiles.PTX_ARCH:
