@@ -74,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
     const Strides strides = value ? Strides{v_batch, v_head, v_token} : Strides{k_batch, k_head, k_token};
     Row x;
-    x.load((value ? v : k) + 2 * (sequence * strides.batch + head * strides.head + token * strides.token), bf16, lane);
+    const i64 offset = sequence * strides.batch + head * strides.head + token * strides.token;
+    x.load_row((value ? v : k) + 2 * offset, true, bf16, lane);
     if (!value) x.turn(TURN_ARGUMENTS, scratch[Row::POWER ? 0 : warp], lane);
     const Quantized made = quantize(x, value ? clip_v : clip_k, bits);
     const i64 at = ((static_cast<i64>(page) * 2 + value) * heads + head) * PAGE + slot % PAGE;

@@ -34,17 +34,17 @@ template <int SIZE> struct Vector {
   static_assert(SIZE % EACH == 0 && ACTIVE <= 32, "a vector fits a warp");
   float x[EACH];
 
-  DEVICE void load(const u8 *from, bool bf16, int lane) {
+  // A lane's values, from where they lie; zeros where they do not exist.
+  DEVICE void load(const u8 *from, bool exists, bool bf16) {
     u32 words[EACH / 2] = {};
-    if (lane < ACTIVE) {
-      const u8 *at = from + lane * EACH * 2;
-      if constexpr (EACH == 2) words[0] = *reinterpret_cast<const u32 *>(at);
+    if (exists) {
+      if constexpr (EACH == 2) words[0] = *reinterpret_cast<const u32 *>(from);
       if constexpr (EACH == 4) {
-        const uint2 v = *reinterpret_cast<const uint2 *>(at);
+        const uint2 v = *reinterpret_cast<const uint2 *>(from);
         words[0] = v.x, words[1] = v.y;
       }
       if constexpr (EACH == 8) {
-        const uint4 v = *reinterpret_cast<const uint4 *>(at);
+        const uint4 v = *reinterpret_cast<const uint4 *>(from);
         words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
       }
     }
@@ -53,6 +53,15 @@ template <int SIZE> struct Vector {
       x[2 * i] = to_float(words[i] & 0xFFFF, bf16);
       x[2 * i + 1] = to_float(words[i] >> 16, bf16);
     }
+  }
+  DEVICE void load_row(const u8 *row, bool exists, bool bf16, int lane) {
+    load(row + lane * EACH * 2, exists && lane < ACTIVE, bf16);
+  }
+  DEVICE float magnitude() const {
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) largest = fmaxf(largest, fabsf(x[i]));
+    return largest;
   }
 
   // x <- x (I (x) H_m (x) H_r) / sqrt(block). `row` is SIZE floats of shared memory, this warp's own.
@@ -143,6 +152,13 @@ DEVICE float tanh_fast(float v) {
   const float e = ptx::exp2(fabsf(v) * -2.0f * LOG2E);
   return copysignf(__fdividef(1.0f - e, 1.0f + e), v);
 }
+
+// The soft cap on scores in units of log2: c tanh(x / c).
+struct Cap {
+  float outer, inner;
+
+  DEVICE explicit Cap(float softcap) : outer(softcap * LOG2E), inner(softcap > 0 ? LN2 / softcap : 0) {}
+};
 
 // The power of two that takes a largest magnitude into [2^14, 2^15): as q times it, in fp16, keeps 11 bits from 2^-29
 // of the largest on. 1 for zero. The exponent is held where the power and its inverse are normal numbers.

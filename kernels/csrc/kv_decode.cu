@@ -241,7 +241,8 @@ DEVICE int channel_of(int position) {
 
 struct View {
   int begin, end;         // visible slots
-  float unit, softcap;    // of scores: scale, log2(e), the power of two of q and 2^24
+  float unit;             // of scores: scale, log2(e), the power of two of q and 2^24
+  Cap cap;
   float sums[2];          // of q, in S's units, heads 2t and 2t + 1
 
   DEVICE bool sees(int slot) const { return slot >= begin && slot < end; }
@@ -252,7 +253,7 @@ template <bool PLAIN> DEVICE void attend(Sums &sums, u32 stage, int tile, const 
   const int g = lane / 4, t = lane % 4;
   const u32 key_params = stage + 2 * CODE_BYTES, value_params = key_params + 4 * TILE;
   if (!PLAIN) {  // what was never written may be NaN, and 0 times that is no 0
-    if (lane < TILE && !view.sees(tile * TILE + lane)) ptx::store_shared_4(value_params + 4 * lane, 0);
+    if (lane < TILE && !view.sees(tile * TILE + lane)) ptx::store_shared_word(value_params + 4 * lane, 0);
     __syncwarp();
   }
   float x[TOKEN_TILES][4], mantissa[TOKEN_TILES][2], share[TOKEN_TILES][2];
@@ -276,7 +277,7 @@ template <bool PLAIN> DEVICE void attend(Sums &sums, u32 stage, int tile, const 
           v = fmaf(v, s, static_cast<float>(exponent));
         } else {
           v *= s;
-          if (view.softcap > 0) v = view.softcap * LOG2E * tanh_fast(v * LN2 / view.softcap);
+          if (view.cap.outer > 0) v = view.cap.outer * tanh_fast(v * view.cap.inner);
           v = view.sees(tile * TILE + row) ? v + exponent : -infinity();
         }
         largest[head] = fmaxf(largest[head], v);
@@ -324,17 +325,12 @@ DEVICE int prepare_queries(float *rows, float *sums, float *maxima, const u8 *q,
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const int head = i * WARPS + warp;
-#pragma unroll
-    for (int j = 0; j < v[i].EACH; j++) v[i].x[j] = 0;
-    if (head < heads) v[i].load(q + 2 * head * stride, bf16, lane);
+    v[i].load_row(q + 2 * head * stride, head < heads, bf16, lane);
   }
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     v[i].turn(turn, rows + HEADS * PITCH + warp * HEAD_DIM, lane);
-    float largest = 0;
-#pragma unroll
-    for (int j = 0; j < v[i].EACH; j++) largest = fmaxf(largest, fabsf(v[i].x[j]));
-    largest = warp_max<32>(largest);
+    const float largest = warp_max<32>(v[i].magnitude());
     if (lane == 0) maxima[i * WARPS + warp] = largest;
   }
   __syncthreads();
@@ -417,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
 
   ptx::launch_dependents();
   ptx::wait_for_previous_kernel();
-  View view;
+  View view{0, 0, 0, Cap(softcap), {}};
   view.end = min(lengths[sequence], table_width * PAGE);
   view.begin = padding == nullptr ? 0 : max(0, padding[sequence]);
   if (window > 0) view.begin = max(view.begin, view.end - window);
@@ -441,7 +437,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
                                        here, bf16, TURN_ARGUMENTS, warp, lane);
   Queries q;
   q.make(rows, g, t);
-  view.softcap = softcap;
   view.unit = scale * LOG2E * 16777216.0f * power_of_two(-exponent);
   view.sums[0] = head_a[2 * t] / 16777216.0f, view.sums[1] = head_a[2 * t + 1] / 16777216.0f;
 
@@ -467,8 +462,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
   leave(results[warp], sums, g, t);
   __syncthreads();
   if (threadIdx.x < WARPS * HEADS) {
-    weights[0][lane / HEADS][lane % HEADS] = results[lane / HEADS].largest[lane % HEADS];
-    weights[1][lane / HEADS][lane % HEADS] = results[lane / HEADS].total[lane % HEADS];
+    const int of = threadIdx.x / HEADS, head = threadIdx.x % HEADS;
+    weights[0][of][head] = results[of].largest[head], weights[1][of][head] = results[of].total[head];
   }
   __syncthreads();
   const i64 row = static_cast<i64>(sequence) * (kv_heads * tiles_of_heads) + unit;
@@ -514,12 +509,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     if (lane == 0) head_a[head] = joined.y;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < here * QUADS; i += 32 * WARPS) {
-    const int head = i / QUADS, at = i % QUADS * 4;
-    float4 y = make_float4(0, 0, 0, 0);
+  constexpr int EACH = (HEADS * QUADS + 32 * WARPS - 1) / (32 * WARPS);  // fours of values of a thread
+  float4 y[EACH];
+#pragma unroll
+  for (int e = 0; e < EACH; e++) y[e] = make_float4(0, 0, 0, 0);
 #pragma unroll 4
-    for (int j = 0; j < splits; j++)
-      add(y, ptx::load_global_l2_16(part + j * RESULT + head * PITCH + at), largest[j * HEADS + head]);
-    store_output(to + head * HEAD_DIM, at, y, head_a[head], bf16);
+  for (int j = 0; j < splits; j++) {
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const int i = threadIdx.x + e * 32 * WARPS, head = i / QUADS;
+      if (i < here * QUADS)
+        add(y[e], ptx::load_global_l2_16(part + j * RESULT + head * PITCH + i % QUADS * 4), largest[j * HEADS + head]);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    const int i = threadIdx.x + e * 32 * WARPS, head = i / QUADS;
+    if (i < here * QUADS) store_output(to + head * HEAD_DIM, i % QUADS * 4, y[e], head_a[head], bf16);
   }
 }

@@ -40,7 +40,14 @@ DEVICE void expand(u32 to, u32 codes, u32 params, int begin, int end) {
   for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += THREADS) {
     const int row = i / CHUNKS, chunk = i % CHUNKS;
     const Affine affine(row >= begin && row < end ? ptx::load_shared_4(params + 4 * row) : 0);
-    ptx::store_shared_16(to + 2 * (row * PITCH + 8 * chunk), affine.eight(codes + row * ROW + chunk * BITS));
+    uint4 values;
+    if constexpr (BITS == 4) {
+      values = affine.eight(ptx::load_shared_4(codes + row * ROW + chunk * 4));
+    } else {
+      const uint2 words = ptx::load_shared_8(codes + row * ROW + chunk * 8);
+      values = affine.eight(words.x, words.y);
+    }
+    ptx::store_shared_16(to + 2 * (row * PITCH + 8 * chunk), values);
   }
 }
 
@@ -51,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   extern __shared__ __align__(128) u8 shared[];
   __shared__ float units[QUERIES];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int sequence = blockIdx.y / heads, head = blockIdx.y % heads;
-  const int first_query = (gridDim.x - 1 - blockIdx.x) * QUERIES, here = min(QUERIES, tokens - first_query);
+  const int sequence = blockIdx.x / heads, head = blockIdx.x % heads;
+  const int first_query = (gridDim.y - 1 - blockIdx.y) * QUERIES, here = min(QUERIES, tokens - first_query);
 
   ptx::launch_dependents();
   ptx::wait_for_previous_kernel();
@@ -69,12 +76,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const u8 *q = query + 2 * (sequence * q_batch + head * q_head + first_query * q_token);
   u16 *rows = reinterpret_cast<u16 *>(shared);
   float *scratch = reinterpret_cast<float *>(shared + K_AT) + warp * HEAD_DIM;
-  for (int i = 0; i < 16; i++) {
-    const int row = 16 * warp + i;
-    const float power = load_query(rows + row * PITCH, scratch, q + 2 * row * q_token, row < here, bf16, TURN_ARGUMENTS, lane);
-    if (lane == 0) units[row] = scale * LOG2E * power;
-  }
+  load_queries(
+      q + 2 * 16 * warp * q_token, q_token, here - 16 * warp, bf16, TURN_ARGUMENTS, scratch, lane,
+      [&](int row, int byte) { return shared + 2 * (16 * warp + row) * PITCH + byte; },
+      [&](int row, int position, u16 v) { rows[(16 * warp + row) * PITCH + position] = v; },
+      [&](int row, float power) { units[16 * warp + row] = scale * LOG2E * power; });
   __syncthreads();
+  const Cap cap(softcap);
   const float unit[2] = {units[16 * warp + g], units[16 * warp + g + 8]};
 
   float y[CHANNEL_TILES][4] = {}, largest[2] = {NOTHING, NOTHING}, total[2] = {};
@@ -101,12 +109,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         Number<FP16>::product(x[i + 1], a, b[2], b[3], x[i + 1]);
       }
     }
-    soften<TILES>(x, unit, softcap, sight, tile * TOKENS, t, first_slot + 16 * warp, largest, total,
-                  [&](const float (&factor)[2]) {
+    float factor[2];
+    soften<TILES>(x, unit, cap, sight, tile * TOKENS, t, first_slot + 16 * warp, largest, total, factor);
 #pragma unroll
-                    for (int i = 0; i < CHANNEL_TILES; i++)
-                      y[i][0] *= factor[0], y[i][1] *= factor[0], y[i][2] *= factor[1], y[i][3] *= factor[1];
-                  });
+    for (int i = 0; i < CHANNEL_TILES; i++)
+      y[i][0] *= factor[0], y[i][1] *= factor[0], y[i][2] *= factor[1], y[i][3] *= factor[1];
 #pragma unroll
     for (int i = 0; i < TILES; i += 2) {
       const u32 p[4] = {Number<FP16>::pack(x[i][0], x[i][1]), Number<FP16>::pack(x[i][2], x[i][3]),
@@ -121,16 +128,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
   ptx::copy_async_wait<0>();
-#pragma unroll
-  for (int second = 0; second < 2; second++) {
-    const int row = 16 * warp + g + 8 * second;
-    const float sum = quad_sum(total[second]), inverse = sum > 0 ? 1.0f / sum : 0.0f;
-    if (row >= here) continue;
-    u16 *to = reinterpret_cast<u16 *>(out) + ((static_cast<i64>(sequence) * tokens + first_query + row) * heads + head) * HEAD_DIM;
-#pragma unroll
-    for (int i = 0; i < CHANNEL_TILES; i++) {
-#pragma unroll
-      for (int c = 0; c < 2; c++) to[8 * i + channel_at(2 * t + c)] = to_half(y[i][2 * second + c] * inverse, bf16);
-    }
-  }
+  store_rows<CHANNEL_TILES>(out, y, total, (static_cast<i64>(sequence) * tokens + first_query) * heads + head, heads,
+                            16 * warp, here, bf16, lane);
 }

@@ -14,7 +14,7 @@ DEVICE u32 load_shared_1(u32 address) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
-DEVICE void store_shared_4(u32 address, u32 v) {
+DEVICE void store_shared_word(u32 address, u32 v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 DEVICE void store_shared_16(u32 address, uint4 v) {

@@ -200,12 +200,14 @@ def _prefill(
 ) -> None:
     """Several query tokens a sequence: blocks of them for each head."""
     batch, heads, tokens, size = q.shape
+    wide = kv_tiles.has_wgmma(card.arch, size)
+    blocks = -(-tokens // (kv_tiles.WGMMA_QUERIES if wide else kv_tiles.QUERIES))
     launch.start(
         card,
-        kv_tiles.prefill_entry(size, bits),
-        (-(-tokens // kv_tiles.QUERIES), batch * heads),
-        32 * kv_tiles.WARPS,
-        kv_tiles.prefill_shared(size, bits),
+        (kv_tiles.wgmma_entry if wide else kv_tiles.prefill_entry)(size, bits),
+        (batch * heads, blocks),
+        kv_tiles.WGMMA_THREADS if wide else 32 * kv_tiles.WARPS,
+        kv_tiles.wgmma_shared(size, bits) if wide else kv_tiles.prefill_shared(size, bits),
         arguments.current_stream(card.index),
         *common,
         *turn,

@@ -93,7 +93,8 @@ def attention(
             continue
         k, v = gather(codes, params, block_table[row], length, bits)
         group = heads // k.shape[0]
-        x = (turned[row].unflatten(0, (-1, group)) @ k[:, None].transpose(-1, -2)) * scale
+        grouped = turned[row].reshape(-1, group, queries, size)
+        x = (grouped @ k[:, None].transpose(-1, -2)) * scale
         x = softcap * torch.tanh(x / softcap) if softcap else x
         seen = visible(queries, length, 0 if first is None else int(first[row]), window, q.device)
         p = torch.softmax(x.masked_fill(~seen, -torch.inf), -1).masked_fill(~seen.any(-1)[:, None], 0.0)

@@ -8,7 +8,8 @@ from w4pack.kernels.quarot.file import File
 APPEND_ROWS = 8  # that a block quantizes
 WARPS, HEADS = 4, 8  # of a block of the decode kernel; query heads it takes at once
 BLOCKS_PER_MULTIPROCESSOR = 4  # of the decode kernel
-QUERIES = 64  # of a block of the prefill kernel
+QUERIES, WGMMA_QUERIES, WGMMA_THREADS = 64, 128, 384  # of a block of the prefill kernels
+WGMMA_HEAD_DIMS = (64, 128)
 LEAST_TILES = 8  # of 32 slots that a part of the context should have
 MOST_SPLITS = 64
 
@@ -27,6 +28,17 @@ def prefill_shared(head_dim: int, bits: int) -> int:
     tokens = 64 if head_dim < 256 else 32 if bits == 4 else 16
     row = kv_layout.row_bytes(head_dim, bits) + kv_layout.PARAM_BYTES
     return 2 * (head_dim + 8) * (QUERIES + 2 * tokens) + 4 * tokens * row
+
+
+def has_wgmma(arch: str, head_dim: int) -> bool:
+    """Return whether prefill of a head size runs on warpgroup products."""
+    return arch == "sm_90a" and head_dim in WGMMA_HEAD_DIMS
+
+
+def wgmma_shared(head_dim: int, bits: int) -> int:
+    """Return the bytes of shared memory of such a block: queries, tiles of K and V, units, barriers."""
+    tokens = 128 if bits == 4 else 64
+    return 2 * head_dim * (WGMMA_QUERIES + 4 * tokens) + 4 * WGMMA_QUERIES + 64
 
 
 def result_bytes(head_dim: int) -> int:
@@ -58,8 +70,14 @@ def files(arch: str) -> Iterator[File]:
             entry = decode_entry(size, bits)
             defines = (*_defines(entry, size, bits, decode_shared(size, bits)), f"MOST_SPLITS={MOST_SPLITS}")
             yield File("kv_decode.cu", entry, defines)
-            entry = prefill_entry(size, bits)
-            yield File("kv_prefill.cu", entry, _defines(entry, size, bits, prefill_shared(size, bits)))
+            if has_wgmma(arch, size):
+                entry = wgmma_entry(size, bits)
+                yield File(
+                    "kv_prefill_sm90a.cu", entry, _defines(entry, size, bits, wgmma_shared(size, bits))
+                )
+            else:
+                entry = prefill_entry(size, bits)
+                yield File("kv_prefill.cu", entry, _defines(entry, size, bits, prefill_shared(size, bits)))
 
 
 def _defines(entry: str, head_dim: int, bits: int, shared: int) -> tuple[str, ...]:
@@ -79,3 +97,8 @@ def decode_entry(head_dim: int, bits: int) -> str:
 def prefill_entry(head_dim: int, bits: int) -> str:
     """Return the name of a prefill kernel."""
     return f"kv_prefill_{head_dim}_b{bits}"
+
+
+def wgmma_entry(head_dim: int, bits: int) -> str:
+    """Return the name of a prefill kernel with warpgroup products."""
+    return f"kv_prefill_wgmma_{head_dim}_b{bits}"
