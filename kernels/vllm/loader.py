@@ -6,6 +6,7 @@ It reads any safetensors checkpoint, and is what ``--load-format auto`` takes fo
 
 import copy
 import re
+import time
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -73,6 +74,7 @@ class W4PackModelLoader(DefaultModelLoader):
         self._model, self._config = model, model_config
         if model_config.quantization == METHOD:
             _check_built(model, model_config.hf_text_config, is_online=self._is_online)
+        self.counter_before_loading_weights = time.perf_counter()  # the engine logs how long it took
         try:
             super().load_weights(model, model_config)
         finally:

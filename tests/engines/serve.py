@@ -86,7 +86,7 @@ def questions(url: str, name: str) -> None:
     events = list(chunks(asked(f"{url}/v1/completions", {**body, "stream": True})))
     text = "".join(event["choices"][0]["text"] for event in events)
     check("the stream comes in pieces", len(events) > 1, len(events))
-    check("and says the same", text == whole["text"], text)
+    check("and says the same", text == whole["text"], ascii(text))
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
@@ -107,7 +107,8 @@ def main() -> int:
     options = ["--served-model-name", "artifact", "--port", str(port), "--max-model-len", "64", *sys.argv[2:]]
     # From its own folder: an old `*.egg-info` of a checkout one stands in would hide the installed plugin.
     place = Path(__file__).parent
-    with subprocess.Popen([*command, *options], env={**os.environ, **SETTINGS}, cwd=place) as server:
+    how = {"env": {**os.environ, **SETTINGS}, "cwd": place, "stdout": sys.stderr}
+    with subprocess.Popen([*command, *options], **how) as server:
         try:
             url = f"http://127.0.0.1:{port}"
             check("the server is ready", True, f"{wait(url, server):.0f} s")
