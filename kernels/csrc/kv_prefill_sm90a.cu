@@ -15,7 +15,6 @@
 
 constexpr int QUERIES = 128, GROUPS = 3, THREADS = 128 * GROUPS;
 constexpr int TOKENS = BITS == 4 ? 128 : 64;
-constexpr int BLOCKS = HEAD_DIM / 64;                 // of columns
 constexpr int TILE_BYTES = TOKENS * HEAD_DIM * 2;
 constexpr int K_AT = QUERIES * HEAD_DIM * 2, V_AT = K_AT + 2 * TILE_BYTES, UNITS_AT = V_AT + 2 * TILE_BYTES,
               BARRIERS_AT = UNITS_AT + 4 * QUERIES;
