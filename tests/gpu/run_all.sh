@@ -27,9 +27,12 @@ for part in "$@"; do
     bench)
         "$PYTHON" benchmarks/gemm.py
         "$PYTHON" benchmarks/gemm.py --variants
+        "$PYTHON" benchmarks/int_gemm.py
+        "$PYTHON" benchmarks/int_gemm.py --step
         "$PYTHON" benchmarks/moe.py --dense
         "$PYTHON" benchmarks/small_m.py
         "$PYTHON" benchmarks/decode.py
+        "$PYTHON" benchmarks/block.py
         "$PYTHON" benchmarks/start.py ;;
     esac
 done

@@ -1,10 +1,13 @@
 """A few products of every tile, small enough for compute-sanitizer (``run_all.sh sanitizer``)."""
 
+import itertools
+
 import cases
 import torch
 
 from w4pack.kernels import gemm_launch, launch, moe_launch, moe_tiles, ops, reference, tiles
 from w4pack.kernels.arguments import Packed
+from w4pack.kernels.quarot import int_launch, int_reference, int_tiles, orders_int
 
 
 def main() -> None:
@@ -31,6 +34,7 @@ def main() -> None:
         ops.repack(words, torch.randperm(320, device="cuda").int(), bits)
     ops.gather(torch.randn(3, 200, device="cuda").half(), torch.randperm(200, device="cuda").int(), 256)
     experts()
+    integers()
     torch.cuda.synchronize()
     print("done")
 
@@ -64,6 +68,27 @@ def experts() -> None:
     perm = torch.stack([torch.randperm(203, device="cuda") for _ in range(4)]).int()
     moe_launch.gather(torch.randn(8, 203, device="cuda").half(), rows[:20], offsets, perm, 256)
     torch.cuda.synchronize()
+
+
+def integers() -> None:
+    """Run each tile of the integer products on shapes with odd ends, cut between few blocks."""
+    card = launch.device(0)
+    arch = launch.table_arch(card.arch)
+    for (order, kind), group in itertools.product(int_tiles.KINDS.items(), (-1, 64)):
+        bits = 8 if order == orders_int.Q32 else 4
+        for tile in int_tiles.all_tiles(arch, order, group != -1):
+            for m, k, n in ((3, 320, 192), (tile.tokens + 1, 1088, 320)):
+                codes = torch.randint(-8, 8, (m, k), device="cuda", dtype=torch.int32).to(torch.int8)
+                weight = cases.random_words((k // 16, n * bits // 2), "cuda", torch.Generator("cuda"))
+                scales = torch.rand((1 if group == -1 else -(-k // group), n), device="cuda").half()
+                given = (orders_int.arrange(codes, order), torch.rand(m, device="cuda"), weight, scales, None)
+                out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+                chosen = tiles.Launch(
+                    tile, min(5, int_tiles.grid(tile, card.multiprocessors, m, n, k, order))
+                )
+                int_launch.gemm(*given, group, order, k, out, chosen)
+                exact = int_reference.gemm(*given, bits, group, order, torch.bfloat16)
+                assert cases.error(out, exact.double()) < 1e-3, (kind, tile, m, k, n, group)
 
 
 if __name__ == "__main__":
