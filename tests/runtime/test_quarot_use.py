@@ -19,8 +19,11 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import w4pack  # noqa: E402
 from runtime import quarot_models as models  # noqa: E402
+from runtime import quarot_reference as fake  # noqa: E402
 from w4pack import cli  # noqa: E402
+from w4pack.convert import convert  # noqa: E402
 from w4pack.convert.errors import Refused, UsageError  # noqa: E402
+from w4pack.convert.planning.quantize_options import QuantizeOptions  # noqa: E402
 from w4pack.kernels.hf.kv_cache import KVLayer  # noqa: E402
 
 SMALL: dict[str, Any] = {
@@ -136,6 +139,20 @@ def test_an_artifact_without_records_takes_no_bits(tmp_path: Path, out: Path) ->
     models.edit_online(folder, lambda records: [])
     with pytest.raises(UsageError, match="act_bits"):
         w4pack.load(folder, act_bits=4)
+
+
+def test_what_the_converter_writes_runs(tmp_path: Path) -> None:
+    plain = models.source("llama", tmp_path / "source", **SMALL)
+    options = QuantizeOptions(method="rtn", group_size=-1, act_bits=8, kv_bits=4, samples=2, seqlen=32)
+    convert(plain, tmp_path / "out", rotate="full", quantize=options)
+    made = w4pack.load(tmp_path / "out")
+    assert (made.online_settings.act_bits, made.online_settings.kv_bits) == (8, 4)
+    exact = fake.FakeModel(tmp_path / "out", tmp_path / "dense", 8, 4)
+    wanted = exact.logits(PROMPT)
+    exact.act_bits = exact.kv_bits = 16
+    with torch.no_grad():
+        found = made(PROMPT).logits.float()
+    assert float((found - wanted).norm()) < 0.5 * float((exact.logits(PROMPT) - wanted).norm())
 
 
 def test_copies_compute_the_same(model: Any, tmp_path: Path) -> None:
