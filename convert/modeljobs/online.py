@@ -125,7 +125,7 @@ class Runtime:
     packed: frozenset[str]
     act_bits: int
     kv_bits: int
-    _rotations: dict[tuple[str, int | None], Rotation | None] = field(default_factory=dict)
+    _rotations: dict[tuple[str, int | None], Rotation | None] = field(default_factory=dict, init=False)
 
     @contextmanager
     def around(

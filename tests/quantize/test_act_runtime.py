@@ -118,6 +118,39 @@ def turned(x: torch.Tensor, site: str, online: Any, heads: int) -> torch.Tensor:
     return wide
 
 
+@pytest.mark.parametrize("heads", [12, 16, 20])
+def test_a_loud_head_drowns_the_others_unless_they_are_mixed(heads: int) -> None:
+    """Attention outputs of which one head is twenty times as large: the relative error of 4 bits."""
+    from w4pack.convert.rotate.rotation import make_rotation
+
+    made = make_rotation("heads", heads)
+    assert made is not None
+    record = {
+        "kind": "hadamard", "site": "attn_out", "order": heads, "factors": [list(f) for f in made.factors],
+        "block": heads, "signs": None,
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(heads)
+    x = torch.randn(64, heads, 64, generator=generator)
+    x[:, 1] *= 20
+    x = x.flatten(-2)
+    errors, small = [], []
+    for records in (QUANTIZERS, [record, *QUANTIZERS]):
+        between = replace(NOTHING, online=parse(records), heads=heads, act_bits=4)
+        exact, found = between.transformed("attn_out", x), between.input("attn_out", x)
+        back = (found - exact).double()
+        if len(records) > len(QUANTIZERS):  # read the error in the heads themselves
+            h = hadamard(heads, record["factors"], heads)
+            back = torch.einsum("gh,tgc->thc", h.T, back.unflatten(-1, (heads, 64))).flatten(-2)
+        errors.append(float(back.square().sum() / x.double().square().sum()))
+        quiet = torch.ones(heads, dtype=torch.bool)
+        quiet[1] = False
+        part = back.unflatten(-1, (heads, 64))[:, quiet]
+        whole = x.unflatten(-1, (heads, 64))[:, quiet].double()
+        small.append(float(part.square().sum() / whole.square().sum()))
+    assert small[0] > 0.9  # nearly every value of the quiet heads is rounded to 0
+    assert small[1] < 0.4 and errors[1] < errors[0] / 3
+
+
 @pytest.mark.parametrize("size", [16, 64, 80, 96, 128])
 def test_keys_are_quantized_turned_and_come_back_unturned(size: int) -> None:
     from w4pack.convert.rotate.rotation import make_rotation
