@@ -111,7 +111,9 @@ def test_rows_are_reordered_repeated_and_selected(twin: Twin) -> None:
     def take(rows: list[int]) -> None:
         twin.held = [[layer[row] for row in rows] for layer in twin.held]
 
-    twin.add(70)
+    mask = torch.ones(3, 70, dtype=torch.bool)
+    mask[1, :9], mask[2, :30] = False, False  # rows of different lengths
+    twin.add(70, mask)
     twin.cache.reorder_cache(torch.tensor([2, 0, 0]))
     take([2, 0, 0])
     twin.check()
