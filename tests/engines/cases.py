@@ -65,10 +65,11 @@ def save(folder: Path, config: dict[str, Any]) -> None:
 class Shelf:
     """Lays folders out under one root, each once."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, fresh: bool = True) -> None:
         self.root = root
-        shutil.rmtree(root, ignore_errors=True)
-        root.mkdir(parents=True)
+        if fresh:
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir(parents=True)
 
     def source(self, name: str) -> Path:
         """Return a checkpoint as its tool wrote it."""
@@ -81,6 +82,17 @@ class Shelf:
         config = settings(place)
         edit(config["quantization_config"])
         save(place, config)
+        return place
+
+    def decoded(self, folder: Path) -> Path:
+        """Return a copy of a checkpoint as a 16-bit model: every quantized module decoded."""
+        place = self.root / "decoded" / folder.name
+        if not place.exists():
+            shutil.copytree(folder, place)
+            self.with_dense(place, *oracle.decode_folder(folder))
+            config = settings(place)
+            del config["quantization_config"]
+            save(place, config)
         return place
 
     def with_dense(self, folder: Path, *modules: str) -> Path:

@@ -15,8 +15,7 @@ Answer = tuple[bool, str, str]  # of a server: whether a claim holds, the claim,
 
 HEAD = """# In the real engines
 
-Written by `make test-engines` and `make test-vllm`, last on {date}; do not edit. Each row was run on a CPU,
-one process at a time.
+Written by `make test-engines` and `make test-vllm`, last on {date}; do not edit. Each row was run on a CPU.
 
 - vLLM: {vllm}
 - vLLM with w4pack: {plugin}
@@ -27,8 +26,9 @@ The yardstick of every row is the checkpoint decoded by the tests' own slow deco
 transformers in fp32; no code of w4pack takes part in it. *Difference* is the largest gap of any log-
 probability of any token of the vocabulary at any of 23 positions. *Noise* is the same gap when the decoded
 model itself runs in 16 bit. *Equal* means at most twice the noise; *wrong* means weights that the engine
-itself calls missing, or more than four times the noise. Positions at which a router hardly prefers one expert
-to the next are left out: 16-bit arithmetic alone may choose the other.
+itself calls missing, or more than four times the noise. Where a row of vLLM lies between, vLLM also runs the
+decoded model in 16 bit itself, and that gap counts as noise if it is larger. Positions at which a router
+hardly prefers one expert to the next are left out: 16-bit arithmetic alone may choose the other.
 
 {count} rows, {odd} not as expected.
 """
