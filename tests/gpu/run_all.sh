@@ -31,6 +31,7 @@ for part in "$@"; do
         "$PYTHON" benchmarks/int_gemm.py --step
         "$PYTHON" benchmarks/moe.py --dense
         "$PYTHON" benchmarks/small_m.py
+        "$PYTHON" benchmarks/kv.py
         "$PYTHON" benchmarks/decode.py
         "$PYTHON" benchmarks/block.py
         "$PYTHON" benchmarks/start.py ;;

@@ -2,11 +2,15 @@
 
 import itertools
 
+import itertools
+
 import cases
 import torch
 
 from w4pack.kernels import gemm_launch, launch, moe_launch, moe_tiles, ops, reference, tiles
 from w4pack.kernels.arguments import Packed
+from w4pack.kernels.quarot import kv, kv_layout, kv_reference
+from w4pack.kernels.quarot.transform import Transform
 from w4pack.kernels.quarot import int_launch, int_reference, int_tiles, orders_int
 
 
@@ -89,6 +93,25 @@ def integers() -> None:
                 int_launch.gemm(*given, group, order, k, out, chosen)
                 exact = int_reference.gemm(*given, bits, group, order, torch.bfloat16)
                 assert cases.error(out, exact.double()) < 1e-3, (kind, tile, m, k, n, group)
+
+
+def caches() -> None:
+    """Append to a quantized cache and attend to it, each head size and width: one token and a chunk."""
+    for size, bits in itertools.product(kv_layout.HEAD_DIMS, kv_layout.BITS):
+        codes, params = kv_layout.empty(7, 2, size, bits, "cuda")
+        table = torch.tensor([[5, 0, 3], [1, 6, 2]], device="cuda").int()
+        k, v = (torch.randn(2, 130, 2, size, device="cuda").half().transpose(1, 2) for _ in range(2))
+        start, lengths = (torch.tensor(x, device="cuda").int() for x in ((0, 0), (130, 77)))
+        key, scale = Transform.planned(size).key, size**-0.5
+        kv.kv_append(k, v, codes, params, table, start, key, 0.95, 0.95, bits)
+        for tokens in (1, 70):
+            q = torch.randn(2, tokens, 10, size, device="cuda").half().transpose(1, 2)
+            arguments = (codes, params, table, lengths, None, scale, 0, 0.0, key, bits)
+            found = kv.kv_attention(q, *arguments)
+            assert cases.error(found, kv_reference.attention(q.float(), *arguments).double()) < 2e-3, (
+                size,
+                bits,
+            )
 
 
 if __name__ == "__main__":
