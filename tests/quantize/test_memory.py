@@ -45,7 +45,7 @@ def test_f79_only_the_layer_in_work_has_numbers(
 @pytest.mark.slow
 def test_f79_layers_do_not_stay_in_memory(book: Path, tmp_path: Path) -> None:
     peaks = {}
-    for depth in (3, 12):
+    for depth in (4, 16):
         model = sources.llama(hidden_size=384, intermediate_size=1024, num_hidden_layers=depth, head_dim=64)
         source = sources.save(model, tmp_path / f"src{depth}")
         words = [
@@ -65,9 +65,9 @@ def test_f79_layers_do_not_stay_in_memory(book: Path, tmp_path: Path) -> None:
             check=True,
         )
         peaks[depth] = int(done.stdout.split()[-1])
-    # Nine more layers would be 54 MB in float32, if they stayed. What does grow, between 1 and 2 MB a layer,
-    # is memory that the C library does not give back.
-    assert peaks[12] - peaks[3] < 27_000  # KiB
+    # Twelve more layers would be 80 MB in float32, if they stayed. What is in memory after a layer grows by
+    # 20 KiB a layer (the report's entries); the peak within one moves with the gaps that the C library leaves.
+    assert peaks[16] < 1.05 * peaks[4]
 
 
 def test_f77_hessians_exist_for_a_bounded_number_of_experts(
