@@ -2,16 +2,21 @@
 
 import itertools
 
-import itertools
-
 import cases
 import torch
 
 from w4pack.kernels import gemm_launch, launch, moe_launch, moe_tiles, ops, reference, tiles
 from w4pack.kernels.arguments import Packed
-from w4pack.kernels.quarot import kv, kv_layout, kv_reference
+from w4pack.kernels.quarot import (
+    int_launch,
+    int_reference,
+    int_tiles,
+    kv,
+    kv_layout,
+    kv_reference,
+    orders_int,
+)
 from w4pack.kernels.quarot.transform import Transform
-from w4pack.kernels.quarot import int_launch, int_reference, int_tiles, orders_int
 
 
 def main() -> None:
