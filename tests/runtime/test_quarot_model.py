@@ -89,6 +89,24 @@ def test_codes_are_the_definition_s_and_sums_are_exact(
 # ---- layers from the same input --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("bits", "group", "inner"), [(8, 64, 320), (4, -1, 320), (4, 32, 328)], ids=str)
+def test_other_weights_are_multiplied_exactly(
+    bits: int, group: int, inner: int, calls: list[Call], tmp_path: Path
+) -> None:
+    """8-bit weights read another order of codes; 328 columns are padded."""
+    out = models.artifact("llama", tmp_path, bits=bits, group=group, intermediate_size=inner)
+    with torch.no_grad():
+        w4pack.load(out)(TOKENS)
+    products = [call for call in calls if call.kind == "int_gemm"]
+    for call in products:
+        check_product(call)
+    quantized = [call for call in calls if call.kind != "int_gemm"]
+    assert sum(check_codes(call) for call in quantized) <= TIES * sum(c.result[0].numel() for c in quantized)
+    orders = {call.args[8] for call in products}
+    assert orders == {3 if bits == 8 else 1}
+    assert {call.args[9] for call in products} == {192, 256, 320 if inner == 320 else 384}
+
+
 @pytest.mark.parametrize("name", (*DENSE, *EXPERTS, *OTHERS))
 def test_layers_are_those_of_the_fake_quantized_model(
     name: str, made: Callable[[str], Path], tmp_path: Path
