@@ -115,13 +115,6 @@ def split_experts(engine: str, shelf: Shelf, name: str, whole: bool) -> Iterator
     )
 
 
-def loader_with(**options: Any) -> dict[str, Any]:
-    """Return how the engine is started with options of our loader."""
-    return {"loader": "w4pack", "options": {"model_loader_extra_config": options}}
-
-
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-
 # ---- broken ----------------------------------------------------------------------------------------
 
 
@@ -210,53 +203,6 @@ def damaged(shelf: Shelf) -> Iterator[Case]:
     yield refused(shelf, DENSE, "truncated", short, "model.safetensors")
     whole = copied(shelf, DENSE, "artifact-without-plugin")
     yield Case("stock-artifact", "stock", whole, shelf.source(DENSE), "refuses", "vllm.plugin", says="w4pack")
-
-
-# ---- how the engine is started ---------------------------------------------------------------------
-
-PLAIN = "gptqmodel-w4g128-asym-llama"
-# label, fixture, what of the engine's options, what is expected, what an error says
-FLAGS: tuple[tuple[str, str, dict[str, Any], str, str], ...] = (
-    ("float32", PLAIN, {"options": {"dtype": "float32"}}, "refuses", "float32 is not supported"),
-    ("method", PLAIN, {"options": {"quantization": "gptq"}}, "refuses", "does not match"),
-    ("loader-option", PLAIN, loader_with(thread=1), "refuses", "no such option"),
-    ("no-threads", PLAIN, loader_with(threads=0), "refuses", "at least 1"),
-    ("hashes", PLAIN, loader_with(threads=2, check_hashes=True), "equal", ""),
-    ("prefix-caching", PLAIN, {"options": {"enable_prefix_caching": True}}, "equal", ""),
-    ("compiled", EXPERTS, {"options": {"enforce_eager": False}}, "equal", ""),
-    ("compiled-parts", DENSE, {"options": {"enforce_eager": False}}, "equal", ""),
-    ("lora", PLAIN, {"options": {"enable_lora": True}}, "equal", ""),
-    ("ngram", PLAIN, {"options": {"speculative_config": NGRAM}}, "equal", ""),
-    ("reload", DENSE, {"reload": True}, "equal", ""),
-    ("reload-experts", EXPERTS, {"reload": True}, "equal", ""),
-    ("reload-loader", PLAIN, {"reload": True, "loader": "w4pack"}, "equal", ""),
-    ("dummy", EXPERTS, {"loader": "dummy"}, "wrong", ""),
-    ("preload", DENSE, {"loader": "ipc_cache"}, "equal", ""),
-    (
-        "quantized-again",
-        PLAIN,
-        {"options": {"quantization_config": {"linear": "fp8_per_tensor"}}},
-        "refuses",
-        "without quantizing once more",
-    ),
-)
-
-
-def flags(shelf: Shelf) -> Iterator[Case]:
-    """Return artifacts with other options of the engine, and its loader on what is no artifact."""
-    for label, name, how, expect, says in FLAGS:
-        place = artifact(shelf, name)
-        assert place is not None
-        yield Case(f"plugin-flag-{label}", "plugin", place, shelf.source(name), expect, says=says, **how)
-    place = artifact(shelf, PLAIN)
-    assert place is not None
-    draft = {"model": str(place), "method": "draft_model", "num_speculative_tokens": 2}
-    how = {"options": {"speculative_config": draft}}
-    yield Case("plugin-flag-draft", "plugin", place, shelf.source(PLAIN), "equal", **how)
-    plain = shelf.source("gptqmodel-w4g128-sym-llama")
-    yield Case("plugin-flag-loader-on-gptq", "plugin", plain, plain, "equal", loader="w4pack")
-    claimed = {"quantization": "w4pack"}
-    yield Case("plugin-flag-no-artifact", "plugin", plain, plain, "refuses", says="match", options=claimed)
 
 
 def refused(shelf: Shelf, name: str, label: str, place: Path, says: str) -> Case:

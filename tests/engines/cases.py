@@ -34,7 +34,7 @@ class Case:
 
     ``rule``: the rule of `check` that says so; "" where the engine takes the folder. ``says``: must be in
     the error of one that refuses. ``ranks``, ``loader``, ``options``: how the engine is started; ``reload``:
-    weights are loaded a second time, into the running engine.
+    weights are loaded a second time, into the running engine. ``adapter``: folder of a LoRA adapter.
     """
 
     id: str
@@ -49,6 +49,7 @@ class Case:
     loader: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     reload: bool = False
+    adapter: str | None = None
 
 
 def settings(folder: Path) -> dict[str, Any]:

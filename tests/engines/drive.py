@@ -22,8 +22,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from artifact_cases import PLAIN, artifact, artifacts, damaged, flags, older
+from artifact_cases import artifact, artifacts, damaged, older
 from cases import TOKENS, Case, Shelf, converted, decodable, edits, rebuilt, settings, sources
+from flag_cases import PLAIN, flags
 from page import Answer, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +59,7 @@ def asked(case_id: str, folder: Path, case: Case | None = None) -> dict[str, Any
     """Return a case as the server reads it."""
     how: dict[str, Any] = {}
     if case is not None:
-        names = ("dtype", "ranks", "loader", "options", "reload")
+        names = ("dtype", "ranks", "loader", "options", "reload", "adapter")
         how = {name: getattr(case, name) for name in names}
     vocabulary = settings(folder)["vocab_size"]
     tokens = [t % vocabulary for t in TOKENS]

@@ -16,6 +16,7 @@ os.environ.update(
 )
 
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
@@ -38,6 +39,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("reload"):
         model.collective_rpc("reload_weights")
     wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=vocabulary, detokenize=False)
-    (answer,) = model.generate({"prompt_token_ids": case["tokens"]}, wanted, use_tqdm=False)
+    adapter = LoRARequest("adapter", 1, case["adapter"]) if case.get("adapter") else None
+    (answer,) = model.generate(
+        {"prompt_token_ids": case["tokens"]}, wanted, use_tqdm=False, lora_request=adapter
+    )
     rows = answer.prompt_logprobs[1:]
     return {"logprobs": [[row[token].logprob for token in range(vocabulary)] for row in rows]}
