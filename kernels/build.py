@@ -9,9 +9,7 @@ assembler serialized, fails the build.
 """
 
 import argparse
-import ctypes
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -23,17 +21,14 @@ from functools import cache
 from pathlib import Path
 
 from w4pack.kernels import moe_tiles, tiles
+from w4pack.kernels.compiler import NVRTC_VERSION, OPTIONS, BuildError, Compiled, compile_source, nvrtc
 from w4pack.kernels.quarot import int_tiles, kv_tiles, quantize_plan
 from w4pack.kernels.quarot.file import File
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
 CUBINS = HERE / "cubins"
-NVRTC_VERSION = (12, 9)
-HINT = "pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'"
 ALLOWED_SPILLS = int(os.environ.get("W4PACK_SPILLS", "0"))  # tuning may look at kernels that spill a little
-SERIALIZED = ("C7510", "C7512", "C7513")  # the assembler's notes that warpgroup products wait for one another
-OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 FILES = Callable[[str], Iterable[File]]  # an architecture's
 QUAROT: tuple[FILES, ...] = (int_tiles.files, kv_tiles.files, quantize_plan.files)
 
@@ -57,10 +52,6 @@ class Job:
     def path(self) -> str:
         """The file below ``cubins``."""
         return f"{self.arch}-{self.entry}.{self.suffix}"
-
-
-class BuildError(Exception):
-    """The compiler is missing or the wrong one, a source does not compile, or a hot kernel spills."""
 
 
 def jobs(arch: str, extra: Iterable[tiles.Tile] = ()) -> Iterator[Job]:
@@ -113,81 +104,16 @@ def _of_tile(entry: str, tile: tiles.Tile, dtype: str, bits: int, zeros: bool) -
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """What the compiler gave: the code and its log."""
-
-    code: bytes
-    log: str
-
-    @property
-    def registers(self) -> int:
-        """Registers of a thread (0 for PTX)."""
-        found = re.search(r"Used (\d+) registers", self.log)
-        return int(found[1]) if found else 0
-
-    @property
-    def spills(self) -> int:
-        """Bytes of spill stores and loads."""
-        return sum(map(int, re.findall(r"(\d+) bytes spill", self.log)))
-
-    @property
-    def serialized(self) -> bool:
-        """Whether the assembler says that warpgroup products wait for one another."""
-        return any(note in self.log for note in SERIALIZED)
-
-
-@cache
-def nvrtc() -> ctypes.CDLL:
-    """Return the compiler's library, from the package index's package.
-
-    Raises:
-        BuildError: it is not installed, or of another version: its PTX would not load on older drivers.
-    """
-    spec = importlib.util.find_spec("nvidia.cuda_nvrtc") if importlib.util.find_spec("nvidia") else None
-    for folder in spec.submodule_search_locations or () if spec else ():
-        library = Path(folder) / "lib" / "libnvrtc.so.12"
-        if library.is_file():
-            loaded = ctypes.CDLL(str(library))
-            _check_version(loaded)
-            return loaded
-    raise BuildError(f"the compiler nvidia-cuda-nvrtc-cu12 is not installed\n\nhint: {HINT}")
-
-
-def _check_version(library: ctypes.CDLL) -> None:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    if (major.value, minor.value) != NVRTC_VERSION:
-        raise BuildError(f"the compiler is {major.value}.{minor.value}, expected 12.9\n\nhint: {HINT}")
-
-
 def compile_job(job: Job) -> Compiled:
     """Compile one file.
 
     Raises:
         BuildError: with the compiler's log.
     """
-    library, program = nvrtc(), ctypes.c_void_p()
-    text = (SOURCES / job.source).read_bytes()
-    library.nvrtcCreateProgram(ctypes.byref(program), text, job.source.encode(), 0, None, None)
-    options = [f"--gpu-architecture={job.arch}", f"-I{SOURCES}", *OPTIONS, *(f"-D{d}" for d in job.defines)]
-    array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     try:
-        failed = library.nvrtcCompileProgram(program, len(options), array)
-        log = _buffer(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-        if failed:
-            raise BuildError(f"{job.path} does not compile\n{log}")
-        return Compiled(_buffer(program, "PTX" if job.suffix == "ptx" else "CUBIN"), log)
-    finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def _buffer(program: ctypes.c_void_p, what: str) -> bytes:
-    size = ctypes.c_size_t()
-    getattr(nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size))
-    data = ctypes.create_string_buffer(size.value)
-    getattr(nvrtc(), f"nvrtcGet{what}")(program, data)
-    return data.raw
+        return compile_source(SOURCES / job.source, job.arch, job.defines, ptx=job.suffix == "ptx")
+    except BuildError as error:
+        raise BuildError(f"{job.path} does not compile\n{error}") from None
 
 
 @cache
