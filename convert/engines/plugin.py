@@ -102,8 +102,8 @@ RULES = (
         "convert --to marlin", whole=w4pack.layout,
     ),
     Rule(
-        "vllm.plugin-online", "refuses", "online", "transforms at run time are not in the plugin",
-        "an artifact without online transforms", whole=_online, run=True,
+        "vllm.plugin-online", "refuses", "online", "work between the layers is not in the plugin",
+        "w4pack generate runs it, in transformers", whole=_online, run=True,
     ),
     Rule(
         "vllm.plugin-group", "refuses", "group size", "no kernel",
