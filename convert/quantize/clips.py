@@ -2,11 +2,14 @@
 
 With a smaller ratio more values are clipped and all others are rounded more finely. What a ratio costs is
 measured on the predictions of the whole model: the error of a single product says little, because a few
-tokens that all others attend to must not shrink.
+tokens that all others attend to must not shrink. Errors of many layers meet there, so costs of neighbouring
+ratios differ by chance: a smooth curve through their logarithms decides.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from w4pack.convert.quantize.activations import BITS
 
@@ -17,6 +20,7 @@ CACHE_RATIOS = {4: (0.85, 0.9, 0.95, 1.0), 8: (0.95, 1.0)}
 ACT_DEFAULTS: Table = {4: 0.9, 8: 1.0}  # where nothing is measured
 KV_DEFAULTS: Table = {4: 0.95, 8: 1.0}
 KEYS, VALUES = "k", "v"
+TINY = 1e-12  # nats: what has cost nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,22 @@ class Costs:
         return Clips(acts, self._best(KEYS, KV_DEFAULTS), self._best(VALUES, KV_DEFAULTS))
 
     def _best(self, what: str, defaults: Table) -> dict[int, float]:
-        """Return bits -> the ratio of least cost, the largest of equals; a default where none was tried."""
+        """Return bits -> the ratio of least cost; a default where none was tried."""
         made = {}
         for bits in BITS:
             costs = {t.ratio: c for t, c in self.found.items() if (t.what, t.bits) == (what, bits)}
-            made[bits] = min(costs, key=lambda r: (costs[r], -r)) if costs else defaults[bits]
+            made[bits] = cheapest(costs) if costs else defaults[bits]
         return made
+
+
+def cheapest(costs: Mapping[float, float]) -> float:
+    """Return the ratio at which the curve through the costs is lowest, of equals the largest.
+
+    The curve is a polynomial of degree 3 for 8 ratios and more, of degree 2 from 4 on; fewer speak for
+    themselves.
+    """
+    ratios = np.array(sorted(costs, reverse=True))
+    logs = np.log(np.maximum([costs[r] for r in ratios.tolist()], TINY))
+    degree = 3 if len(ratios) >= 8 else 2 if len(ratios) >= 4 else 0
+    curve = np.polyval(np.polyfit(ratios, logs, degree), ratios) if degree else logs
+    return float(ratios[int(np.argmin(curve))])

@@ -20,6 +20,7 @@ from w4pack.convert.files.provider import CheckpointProvider
 from w4pack.convert.modeljobs.online import NOTHING, Cache, Runtime, rotation_of, runtime_of
 from w4pack.convert.quantize import evaluation, skeleton
 from w4pack.convert.quantize.activations import fake_cache, fake_tokens
+from w4pack.convert.quantize.clips import RATIOS
 from w4pack.convert.rotate.constructions import matrix
 from w4pack.convert.rotate.rotated import Rotated
 
@@ -260,7 +261,7 @@ def test_the_artifact_records_everything_that_runs_online(full: tuple[Path, Path
     assert {q.bits for q in made.acts.values()} == {4} and set(made.acts) == {
         "attn_in", "attn_out", "mlp_in", "mlp_mid",
     }  # fmt: skip
-    assert all(0.5 <= q.clip[4] < 1 and 0.9 <= q.clip[8] <= 1 for q in made.acts.values())
+    assert all(q.clip[4] in RATIOS[4] and q.clip[8] in RATIOS[8] for q in made.acts.values())
     assert made.kv is not None and (made.kv.bits, made.kv.group) == ((4, 4), 16)
     manifest = json.loads((full[0] / "w4pack.json").read_text())
     assert manifest["options"]["quantize"]["act_bits"] == 4

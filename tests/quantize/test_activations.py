@@ -14,7 +14,7 @@ from w4pack.convert.quantize.activations import (
     quantize_cache,
     quantize_tokens,
 )
-from w4pack.convert.quantize.clips import Costs, Trial, trials
+from w4pack.convert.quantize.clips import RATIOS, Costs, Trial, cheapest, trials
 
 F = np.float32
 
@@ -130,3 +130,12 @@ def test_the_cheapest_ratio_wins_the_largest_of_equals_and_a_default_where_none_
     found = Costs({Trial(*key): cost for key, cost in costs.items()}).clips({"o_proj": "o"})
     assert found.acts == {"o": {4: 1.0, 8: 1.0}}
     assert (found.keys, found.values) == ({4: 0.95, 8: 0.95}, {4: 0.95, 8: 1.0})
+
+
+def test_chance_does_not_decide_between_ratios() -> None:
+    """A valley around 0.8 with one lucky trial far from it; few trials speak for themselves."""
+    costs = {r: 0.05 + (r - 0.8) ** 2 for r in RATIOS[4]}
+    assert cheapest(costs) == 0.8
+    assert abs(cheapest({**costs, 0.95: 0.048}) - 0.8) <= 0.051
+    assert cheapest({0.9: 0.0, 0.95: 0.0, 1.0: 0.0}) == 1.0
+    assert cheapest({0.95: 1.0, 1.0: 2.0}) == 0.95
