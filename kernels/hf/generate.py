@@ -5,46 +5,20 @@ Imports nothing heavy when loaded, so that a missing extra is said in words.
 
 import math
 import sys
-import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from w4pack.convert.console import Given, print_json, question_reporter, say, where_of
-from w4pack.convert.errors import SourceError, UsageError, W4PackError
+from w4pack.convert.console import Given, print_json
+from w4pack.convert.errors import UsageError, W4PackError
 from w4pack.convert.events import SCHEMA
-from w4pack.convert.hub.resolve import HubSource, parse_source, snapshot
+from w4pack.kernels.hf.speaker import Speaker, note, open_speaker
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     from w4pack.kernels.hf.streams import Stream
-
-
-VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.*",
-    "*.spm",
-    "spiece.model",
-    "*.tiktoken",
-    "tekken.json",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Speaker:
-    """A loaded model with its tokenizer, and how it is asked."""
-
-    model: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase"
-    given: Given
-    load_seconds: float
 
 
 def run_generate(given: Given) -> None:
@@ -60,7 +34,7 @@ def run_generate(given: Given) -> None:
         raise UsageError("a system text needs the chat template", where="--system", found="--no-chat")
     if not math.isfinite(given["temperature"]):
         raise UsageError("no such temperature", where="--temperature", found=str(given["temperature"]))
-    speaker = _open(given)
+    speaker = open_speaker(given)
     for number, prompt in enumerate(prompts):
         if number and not given["as_json"]:
             print()
@@ -96,83 +70,6 @@ def _require_extras() -> None:
         )
 
 
-def _open(given: Given) -> Speaker:
-    from transformers.utils import logging
-
-    from w4pack.kernels.hf.load import load
-
-    logging.set_verbosity_error()  # its notes are for those who write programs
-    folder = _folder(given)
-    tokenizer = _tokenizer(folder)
-    if given["system"] is not None and not tokenizer.chat_template:
-        raise UsageError("the tokenizer has no chat template", where=str(folder), hint="leave out --system")
-    device = given["device"] or _default_device(given)
-    start = time.perf_counter()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)
-        model = load(folder, device, act_bits=given["act_bits"], kv_bits=given["kv_bits"])
-    for warning in told:
-        _note(given, f"warning: {warning.message}")
-    return Speaker(model, tokenizer, given, time.perf_counter() - start)
-
-
-def _folder(given: Given) -> Path:
-    where = where_of(given)
-    found = parse_source(given["path"], where.revision)
-    if not isinstance(found, HubSource):
-        return found.path
-    question_reporter(given).event("note", text=found.notice)
-    return snapshot(found, cache_dir=where.cache_dir, local_files_only=where.local_files_only)
-
-
-def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer. Without a vocabulary some classes would make an empty one."""
-    from transformers import AutoTokenizer
-
-    if not any(file for pattern in VOCABULARIES for file in folder.glob(pattern)):
-        raise _no_tokenizer(folder, None)
-    try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    except Exception as err:  # transformers and its tokenizers raise nearly anything
-        raise _no_tokenizer(folder, str(err)) from err
-    return found
-
-
-def _no_tokenizer(folder: Path, found: str | None) -> SourceError:
-    return SourceError(
-        "no tokenizer that transformers can load",
-        code="no-tokenizer",
-        where=str(folder),
-        expected=", ".join(VOCABULARIES),
-        found=None if found is None else found.strip().partition("\n")[0][:200],
-        hint="copy the tokenizer's files from the source of the artifact",
-    )
-
-
-def _default_device(given: Given) -> str:
-    """Return ``cuda`` if the kernels can run on the current card, else ``cpu``; say which, and why."""
-    import torch
-
-    from w4pack.kernels import launch
-
-    reason = "torch sees no GPU"
-    if torch.cuda.is_available():
-        try:
-            launch.device(torch.cuda.current_device())
-        except UsageError as err:
-            reason = err.what
-        else:
-            _note(given, f"running on {torch.cuda.get_device_name()}")
-            return "cuda"
-    _note(given, f"running on the CPU, slowly: {reason}")
-    return "cpu"
-
-
-def _note(given: Given, text: str) -> None:
-    if not given["quiet"] and not given["as_json"]:
-        say(text)
-
-
 # ---- one prompt ------------------------------------------------------------------------------------
 
 
@@ -189,7 +86,7 @@ def _answer(speaker: Speaker, prompt: str) -> None:
     if given["as_json"]:
         print_json(_record(speaker, prompt, ids, stream))
     else:
-        _note(given, _figures(speaker, stream))
+        note(given, _figures(speaker, stream))
 
 
 def _tokens(speaker: Speaker, prompt: str) -> "Tensor":
