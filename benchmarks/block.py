@@ -10,10 +10,11 @@ block's weights, of the cache, and the peak of an eager prefill above what lay t
 """
 
 import argparse
+import inspect
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import transformers
 from llama import Noise
 from synthetic import linears, write_shard
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
 
 import w4pack
 from w4pack.convert.rotate.rotation import make_rotation
@@ -94,13 +95,13 @@ def write(folder: Path, sizes: dict[str, int], group: int, most: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def plain(sizes: dict[str, int], most: int) -> LlamaForCausalLM:
+def plain(sizes: dict[str, int], most: int) -> Any:
     """Return the fp16 block of random weights."""
     keys = {
         k: v for k, v in config_of(sizes, most).items() if k not in ("architectures", "model_type", "dtype")
     }
     with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(LlamaConfig(**keys), dtype=torch.float16)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**keys), dtype=torch.float16)
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
@@ -108,8 +109,6 @@ def plain(sizes: dict[str, int], most: int) -> LlamaForCausalLM:
 
 
 def cache_name(model: Any) -> str:
-    import inspect
-
     found = inspect.signature(inspect.unwrap(type(model.model).forward)).parameters
     return "cache" if "cache" in found else "past_key_values"
 
@@ -138,8 +137,8 @@ def timed(run: Callable[[], object]) -> float:
 
 
 @torch.inference_mode()
-def measure(model: Any, batch: int, tokens: int) -> dict[str, float]:
-    """Return milliseconds and MiB of a model."""
+def measure(model: Any, batch: int, tokens: int) -> Iterator[tuple[str, float]]:
+    """Yield milliseconds and MiB of a model, with their names."""
     ids = torch.randint(VOCABULARY, (batch, tokens), device="cuda")
     name = cache_name(model)
 
@@ -152,18 +151,16 @@ def measure(model: Any, batch: int, tokens: int) -> dict[str, float]:
     before = torch.cuda.memory_allocated()
     logits = model(ids, use_cache=True, logits_to_keep=1).logits
     assert bool(logits.isfinite().all())
-    peak = torch.cuda.max_memory_allocated() - before
-    found = {"prefill ms": timed(prefill), "prefill peak MiB": peak / 2**20}
-
+    yield "prefill peak MiB", (torch.cuda.max_memory_allocated() - before) / 2**20
+    yield "prefill ms", timed(prefill)
+    tensors = {t.data_ptr(): t.nbytes for t in model.model.layers[0].state_dict().values()}
+    yield "weights MiB", sum(tensors.values()) / 2**20
     cache = StaticCache(model.config, tokens + ROOM)
     model(ids, use_cache=True, logits_to_keep=1, **{name: cache})
     layer = cache.layers[0]
-    found["cache MiB"] = (layer.keys.nbytes + layer.values.nbytes) / 2**20
+    yield "cache MiB", (layer.keys.nbytes + layer.values.nbytes) / 2**20
     one = ids[:, :1].contiguous()
-    found["decode ms"] = timed(lambda: model(one, use_cache=True, **{name: cache}))
-    tensors = {t.data_ptr(): t.nbytes for t in model.model.layers[0].state_dict().values()}
-    found["weights MiB"] = sum(tensors.values()) / 2**20
-    return found
+    yield "decode ms", timed(lambda: model(one, use_cache=True, **{name: cache}))
 
 
 def main() -> None:
@@ -183,10 +180,11 @@ def main() -> None:
         ours = w4pack.load(folder, "cuda", act_bits=act, kv_bits=kv)
     stock = plain(sizes, most)
     for batch in (int(b) for b in given.batches.split(",")):
-        mine, other = measure(ours, batch, given.tokens), measure(stock, batch, given.tokens)
-        print(f"batch {batch}, {given.tokens} tokens          fp16        ours   ratio")
-        for name, value in mine.items():
-            print(f"  {name:24} {other[name]:11.3f} {value:11.3f} {other[name] / value:7.2f}")
+        print(f"batch {batch}, {given.tokens} tokens          ours        fp16   ratio", flush=True)
+        for (name, mine), (_, other) in zip(
+            measure(ours, batch, given.tokens), measure(stock, batch, given.tokens), strict=True
+        ):
+            print(f"  {name:20} {mine:11.3f} {other:11.3f} {other / mine:7.2f}", flush=True)
 
 
 if __name__ == "__main__":
