@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 import transformers as tf
 
-from quantize import sources
+import random_models
 from w4pack.convert import convert
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
@@ -69,7 +69,7 @@ def source(name: str, folder: Path, dtype: torch.dtype = torch.float16, **change
     for key, value in changes.items():
         setattr(config, key, value)
     model = tf.AutoModelForCausalLM.from_config(config)
-    return sources.save(sources.randomised(model), folder, dtype)
+    return random_models.save(random_models.randomised(model), folder, dtype)
 
 
 def records(online: list[dict[str, Any]], head: int, bits: int = 4) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def artifact(name: str, place: Path, *, group: int = 64, bits: int = 4, **change
     folded.mkdir()
     safetensors.torch.save_file(tensors, folded / "model.safetensors", metadata={"format": "pt"})
     (folded / "config.json").write_text(json.dumps(config))
-    sources.write_tokenizer(folded)
+    random_models.write_tokenizer(folded)
     convert(folded, out, quantize=QuantizeOptions(method="rtn", group_size=group, bits=bits))
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     edit_online(out, lambda _: records([dict(r) for r in plan.online], head))
