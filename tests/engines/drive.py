@@ -2,7 +2,7 @@
 
     python tests/engines/drive.py [--only GROUPS] [--names a,b] [--engine E] [--no-page]
 
-GROUPS: edits, sources, converted, artifacts; all of them by default.
+GROUPS: edits, sources, converted, quantized, artifacts, flags, server; all of them by default.
 
 Numbers count as equal when the largest difference of any log-probability of any token of the vocabulary, at
 any position of the prompt, is at most twice what running the decoded model itself in 16 bit moves (measured
@@ -26,6 +26,7 @@ from artifact_cases import artifact, artifacts, damaged, older
 from cases import TOKENS, Case, Shelf, converted, decodable, edits, rebuilt, settings, sources
 from flag_cases import PLAIN, flags
 from page import Answer, write_page
+from quantized_cases import quantized
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Path(os.environ.get("W4PACK_ENGINES_WORK", ROOT / "build" / "engines"))  # for two runs at a time
@@ -154,6 +155,8 @@ def gathered(only: set[str], names: list[str]) -> Iterator[Case]:
         yield from sources(shelf, names)
     if "converted" in only:
         yield from converted(shelf, names)
+    if "quantized" in only:
+        yield from quantized(shelf)
     if "artifacts" in only:
         yield from damaged(shelf)
         yield from artifacts(shelf, names)
@@ -242,7 +245,7 @@ def report(outcomes: Iterable[Outcome]) -> int:
 def main() -> int:
     """Run, write the page, and fail if an engine did not do what was expected."""
     options = argparse.ArgumentParser()
-    options.add_argument("--only", default="edits,sources,converted,artifacts,flags,server")
+    options.add_argument("--only", default="edits,sources,converted,quantized,artifacts,flags,server")
     options.add_argument("--names", default="")
     options.add_argument(
         "--engine", choices=("vllm", "plugin", "older", "hf"), help="run one; the page keeps other tables"

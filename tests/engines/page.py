@@ -35,6 +35,7 @@ hardly prefers one expert to the next are left out: 16-bit arithmetic alone may 
 
 TITLES = {
     "converted": "Converted by w4pack, and what `check` said of the result",
+    "quantized": "Quantized by w4pack from 16 bit, and what `check` says",
     "artifacts": "Artifacts, and what `check` says",
     "flags": "Artifacts, with other options of the engine",
     "servers": "The OpenAI server",
@@ -55,6 +56,8 @@ def group(case: Case) -> str:
     """Return which of the tables a case stands in."""
     if "-to-" in case.id:
         return "converted"
+    if "-quantized-" in case.id:
+        return "quantized"
     if case.engine in ("plugin", "older"):
         return "flags" if "-flag-" in case.id else "artifacts"
     return "sources" if "-source-" in case.id else "rules"
@@ -119,7 +122,7 @@ def row(o: Outcome) -> str:
     gap = "" if o.difference is None else f"{o.difference:.4f}"
     seen = o.saw if o.as_expected else f"**{o.saw}**"
     name = o.case.id.removeprefix(f"{o.case.engine}-")
-    name = name.removeprefix("source-").removeprefix("flag-")
+    name = name.removeprefix("source-").removeprefix("flag-").removeprefix("quantized-")
     detail = PATHS.sub("", o.detail.replace("|", "/").replace("\n", " "))[:110]
     rule = f"`{o.case.rule}`" if o.case.rule else ""
     return f"| {name} | {o.case.expect} | {rule} | {seen} | {gap} | {o.noise:.4f} | {detail} |\n"

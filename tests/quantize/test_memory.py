@@ -66,7 +66,8 @@ def test_f79_layers_do_not_stay_in_memory(book: Path, tmp_path: Path) -> None:
         )
         peaks[depth] = int(done.stdout.split()[-1])
     # Twelve more layers would be 80 MB in float32, if they stayed. What is in memory after a layer grows by
-    # 20 KiB a layer (the report's entries); the peak within one moves with the gaps that the C library leaves.
+    # 20 KiB a layer (the report's entries); the peak within one moves with the gaps that the C library
+    # leaves.
     assert peaks[16] < 1.05 * peaks[4]
 
 
