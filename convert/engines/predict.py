@@ -18,7 +18,7 @@ from w4pack.convert.engines.model import built_name, survey
 
 PORTABLE = ("gptq", "awq", "compressed-tensors")
 _SPLIT = (128, 64, 32)
-_CHANGES_FORWARD = ("rotation", "rotation_config", "spinquant_config")
+_CHANGES_FORWARD = ("rotation", "rotation_config", "spinquant_config", "online")
 
 
 @dataclass(frozen=True, slots=True)

@@ -727,6 +727,8 @@ def test_no_suggestion_where_none_is_needed_or_none_helps() -> None:
     assert advice(gptq(), "vllm") is None
     assert advice(artifact(), "vllm") is None
     assert advice(gptq(rotation="hadamard"), "vllm") is None
+    online = {"quant_method": "w4pack", "online": [{"kind": "hadamard"}]}
+    assert advice(replace(artifact(), quant_config=online), "vllm") is None
     assert advice(gptq(block(ambiguous_zeros=2), sym=False), "vllm") is None
     assert advice(gptq(config=CONFIG | NARROW), "vllm", 4) is None
 
