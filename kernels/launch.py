@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CUBINS = Path(__file__).resolve().parent / "cubins"
-MAX_SHARED_DEFAULT = 48 * 1024  # above it a kernel must be told
 SPARE_WORKSPACES = 2  # made with the first one: a stream met during a graph capture cannot allocate
 _lock = threading.Lock()
 _devices: dict[int, "Device"] = {}
@@ -166,7 +165,7 @@ def _load(card: Device, entry: str, shared: int) -> Any:
     code = _core().ObjectCode
     module = code.from_ptx(path.read_bytes()) if suffix == "ptx" else code.from_cubin(path.read_bytes())
     kernel = module.get_kernel(entry)
-    if shared > MAX_SHARED_DEFAULT:
+    if shared:  # what the kernel declares itself counts too: the default may be passed by less than its 48 KiB
         _allow_shared(kernel, shared, card.index)
     return kernel
 
