@@ -1,5 +1,10 @@
 """Quantizing on a card: one graph chooses what single operations do, words are the CPU's, sums are exact."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,3 +76,51 @@ def test_sums_of_16_bit_inputs_are_those_of_float64(dtype: torch.dtype) -> None:
     shift, exact = statistics.mean_shift(), (source.double() - seen.double()).T @ seen.double() / 2048
     assert shift is not None  # its factor on the left is rounded to 16 bit
     assert float((shift - exact).abs().max()) < 4e-3 * float(exact.abs().max())
+
+
+# ---- whole models ---------------------------------------------------------------------------------------
+
+WORDS = ("--quantize", "gptq", "--group-size", "32", "--samples", "8", "--seqlen", "64", "--device", "cuda")
+
+
+def command(*words: Any, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run ``w4pack``, in several processes as torchrun starts them."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    start = [sys.executable, *(torchrun if processes > 1 else []), "-m", "w4pack", *map(str, words)]
+    return subprocess.run(start, capture_output=True, text=True, timeout=300, env={**os.environ})
+
+
+def layers_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "w4pack.json").read_text())["layers"]
+    return found
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize("rotate", ["none", "offline"])
+def test_f78_a_model_is_quantized_where_its_auxiliary_tensors_are(
+    model: str, rotate: str, tmp_path: Path
+) -> None:
+    from quantize import sources
+
+    source = sources.save(getattr(sources, model)(), tmp_path / "src", torch.bfloat16)
+    text = sources.text(tmp_path / "book.txt")
+    done = command("convert", source, tmp_path / "out", "--rotate", rotate, "--calibration", text, *WORDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(0 <= e["error"] <= e["rtn_error"] for e in layers_of(tmp_path / "out").values())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_two_cards_choose_what_one_does_from_the_same_text(tmp_path: Path) -> None:
+    """Sums are added in another order, in batches of another size: few codes differ, no token is lost."""
+    from quantize import sources
+
+    source = sources.save(sources.llama(), tmp_path / "src", torch.bfloat16)
+    text = sources.text(tmp_path / "book.txt")
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        done = command("convert", source, out, "--calibration", text, *WORDS, processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (layers_of(tmp_path / str(n)) for n in (1, 2))
+    assert {n: e["tokens"] for n, e in one.items()} == {n: e["tokens"] for n, e in two.items()}
+    for name, entry in one.items():
+        assert two[name]["error"] == pytest.approx(entry["error"], rel=0.1), name

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quantize.test_outputs import FEW, manifest, quantize, tree
+from runner import run
 from w4pack.convert.errors import UsageError
 from w4pack.convert.quantize import whole
 from w4pack.convert.quantize.hessian import Statistics
@@ -22,9 +23,9 @@ WORDS = ("--quantize", "gptq", "--group-size", 32, "--to", "marlin", *FEW)
 
 def together(*words: Any, launcher: tuple[str, ...] = ("-m", "w4pack")) -> subprocess.CompletedProcess[str]:
     """Run ``w4pack`` in two processes, as torchrun starts them."""
-    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     return subprocess.run(
-        [sys.executable, *map(str, (*run, *launcher, *words))],
+        [sys.executable, *map(str, (*torchrun, *launcher, *words))],
         capture_output=True,
         text=True,
         timeout=600,
@@ -87,10 +88,13 @@ def test_a_team_that_lost_its_leader_ends_and_resumes_to_the_same_bytes(
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
-@pytest.mark.slow
-def test_what_cannot_be_shared_is_refused(llama: Path, book: Path, tmp_path: Path) -> None:
-    done = together("convert", llama, tmp_path / "out", "--quantize", "rtn", "--threads", 1)
-    assert done.returncode != 0 and "nothing to share between processes" in done.stderr
+def test_rounding_to_nearest_is_not_shared(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("w4pack.convert.quantize.team.team_of", lambda device: Team(0, 2, device))
+    monkeypatch.setattr(Team, "leave", lambda self: None)
+    done = run("convert", llama, tmp_path / "out", "--quantize", "rtn", "--threads", 1, "--json").expect(2)
+    assert done.error["where"] == "--quantize" and done.error["found"] == "rtn, 2 processes"
     assert not (tmp_path / "out").exists()
 
 
