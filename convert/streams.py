@@ -29,23 +29,20 @@ class _Stream:
     def write(self, text: str) -> int:
         """Write text."""
         try:
-            return self._failed() if self._error else int(self._stream.write(text))
+            return int(self._stream.write(text))
         except OSError as err:
             self._error = err
-            return self._failed()
+            return self._failed(err)
 
     def flush(self) -> None:
         """Hand on what was written."""
         try:
-            if self._error:
-                self._failed()
-            else:
-                self._stream.flush()
+            self._stream.flush()
         except OSError as err:
             self._error = err
-            self._failed()
+            self._failed(err)
 
-    def _failed(self) -> int:
+    def _failed(self, err: OSError) -> int:
         return 0
 
     def close(self) -> None:
@@ -58,12 +55,13 @@ class _Stream:
 
 
 class _Stdout(_Stream):
-    def _failed(self) -> NoReturn:
-        """Raise, every time: libraries swallow the first error where they only try whether one can write."""
-        if isinstance(self._error, BrokenPipeError):
-            raise NobodyReads from self._error
-        found = None if self._error is None else self._error.strerror
-        raise StdoutError("the answer cannot be written", where="stdout", found=found) from self._error
+    def _failed(self, err: OSError) -> NoReturn:
+        """Raise. Nothing is muted before the end: libraries swallow errors when they try out a stream,
+        and must meet them again when they do.
+        """
+        if isinstance(err, BrokenPipeError):
+            raise NobodyReads from err
+        raise StdoutError("the answer cannot be written", where="stdout", found=err.strerror) from err
 
 
 class _Stderr(_Stream):

@@ -1,4 +1,4 @@
-"""The model, tokenizer and device that ``w4pack generate`` answers with. Nothing heavy is imported on load."""
+"""The model, tokenizer and device that ``w4pack generate`` answers with. Loading it loads nothing heavy."""
 
 import time
 import warnings
