@@ -7,6 +7,7 @@ left in the file.
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -167,7 +168,7 @@ class Captured:
         self.block = _Block(*(empty(*size) for size in sizes))
         self.codes = torch.empty(rows, columns, dtype=torch.uint8, device=device)
         self.errors = empty(rows, columns)
-        aside = torch.cuda.Stream(device)
+        aside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(aside):  # libraries set themselves up outside of the capture
             self.block.choose(self.codes, self.errors, levels)

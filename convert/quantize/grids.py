@@ -68,10 +68,10 @@ def search(weights: torch.Tensor, scheme: QuantScheme, importance: torch.Tensor 
         start, stop, size = bounds[first][0], bounds[last - 1][1], bounds[first][1] - bounds[first][0]
         heed = None
         if importance is not None:
-            heed = torch.stack([_normal(part) for part in importance[start:stop].split(size)])
+            heed = torch.stack([_normal(part) for part in torch.split(importance[start:stop], size)])
         width = max(64, limit // (stop - start))
         for n in range(0, columns, width):
-            part = weights[start:stop, n : n + width].unflatten(0, (last - first, size))
+            part = weights[start:stop, n : n + width].reshape(last - first, size, -1)
             here = slice(first, last), slice(n, n + width)
             scales[here], zeros[here] = _best(part.contiguous(), scheme, heed)
     return Grid(scales, zeros)
