@@ -165,7 +165,7 @@ def _load(card: Device, entry: str, shared: int) -> Any:
     code = _core().ObjectCode
     module = code.from_ptx(path.read_bytes()) if suffix == "ptx" else code.from_cubin(path.read_bytes())
     kernel = module.get_kernel(entry)
-    if shared:  # what the kernel declares itself counts too: the default may be passed by less than its 48 KiB
+    if shared:  # what a kernel declares itself counts too: less than 48 KiB may pass the default
         _allow_shared(kernel, shared, card.index)
     return kernel
 
