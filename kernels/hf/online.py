@@ -71,9 +71,9 @@ def _misfits(
     artifact: Artifact, records: Online, settings: Settings, architecture: Architecture
 ) -> Iterator[W4PackError]:
     """Yield transforms and caches that the model has no place for."""
-    if architecture.latents:
+    if architecture.latents or architecture.norm == "layer":
         yield Refused(
-            "attention with latents is not run with online records",
+            "LayerNorm and attention with latents are not run with online records",
             code="artifact-online",
             where="config.json: architectures",
             found=", ".join(architecture.classes),
@@ -171,7 +171,7 @@ class _Wiring:
         if values is None:
             return
         front: Front = PlainFront(*values)
-        if block.norm is not None and self.made.architecture.norm != "layer":
+        if block.norm is not None:
             front = NormFront(*values, self.moved(block.norm))
         for name in block.readers:
             if expert_index(name) is not None:

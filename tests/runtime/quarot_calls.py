@@ -149,8 +149,7 @@ def forced(model: Any, inputs: list[Any], run: Callable[[], Any]) -> list[Any]:
 
 
 def decoder_layers(model: Any) -> Any:
-    base = model.model
-    return getattr(base, "decoder", base).layers
+    return model.model.layers
 
 
 def _tensor(y: Any) -> Any:

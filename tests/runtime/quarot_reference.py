@@ -29,13 +29,10 @@ READERS = {"q_proj": "attn_in", "k_proj": "attn_in", "v_proj": "attn_in", "qkv_p
 LEAVES = {
     **READERS,
     "o_proj": "attn_out",
-    "out_proj": "attn_out",
     "gate_proj": "mlp_in",
     "up_proj": "mlp_in",
     "gate_up_proj": "mlp_in",
-    "fc1": "mlp_in",
     "down_proj": "mlp_mid",
-    "fc2": "mlp_mid",
 }
 # What models call their cache: it has another name since 5.2x.
 PARAMETERS = inspect.signature(inspect.unwrap(tf.LlamaModel.forward)).parameters

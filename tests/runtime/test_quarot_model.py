@@ -31,7 +31,7 @@ from w4pack.convert.rotate.constructions import matrix  # noqa: E402
 
 DENSE = ("llama", "llama-mha", "qwen2", "qwen3", "gemma2")
 EXPERTS = ("mixtral",)
-OTHERS = ("llama-biased", "phi3", "olmo2", "qwen2-moe", "opt")  # other parts of a layer
+OTHERS = ("llama-biased", "phi3", "olmo2", "qwen2-moe")  # other parts of a layer
 TOKENS = torch.randint(3, 256, (2, 33), generator=torch.Generator().manual_seed(0))
 TIES = 1e-4  # share of codes that may differ, by one
 LAYER = 0.01  # relative error of a layer in 16 bit: about 30 roundings to fp16 and bf16-free sums

@@ -134,6 +134,12 @@ def test_unknown_records_are_refused_and_named(out: Path, tmp_path: Path, case: 
         AutoModelForCausalLM.from_pretrained(folder)
 
 
+def test_layer_norms_are_refused(tmp_path: Path) -> None:
+    out = models.artifact("opt", tmp_path)
+    with pytest.raises(Refused, match="LayerNorm"):
+        w4pack.load(out)
+
+
 def test_an_artifact_without_records_takes_no_bits(tmp_path: Path, out: Path) -> None:
     folder = copied(out, tmp_path)
     models.edit_online(folder, lambda records: [])
