@@ -59,7 +59,7 @@ ROWS = (
     Row("not rotated, rtn channel", "none", "rtn", -1, (4, 4), FOUR),
     Row("rotated, gptaq g64", "full", "gptaq", 64, (4, 4), ((4, 4), (8, 4), (16, 4))),
     Row("rotated", "full", "none", 0, (16, 4), ((16, 4), (4, 4))),
-    Row("rotated, gptq g64", "full", "gptq", 64, (4, 4), FOUR),
+    Row("rotated, gptq g64", "full", "gptq", 64, (4, 4), ((4, 4), (8, 4))),
     Row("rotated, gptq channel", "full", "gptq", -1, (4, 4), FOUR),
     Row("rotated, gptaq channel", "full", "gptaq", -1, (4, 4), FOUR),
     Row("rotated, rtn channel", "full", "rtn", -1, (4, 4), FOUR),
