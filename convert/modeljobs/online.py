@@ -173,7 +173,7 @@ class Runtime:
             return wide
         if site != "attn_out":
             return rotate(wide, rotation)
-        apart = wide.unflatten(-1, (self.heads, -1))
+        apart = wide.reshape(*wide.shape[:-1], self.heads, -1)
         return rotate(apart, rotation, -2).flatten(-2)
 
     def _rotation(self, site: str, width: int) -> Rotation | None:
