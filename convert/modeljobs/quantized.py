@@ -46,6 +46,7 @@ from w4pack.convert.modeljobs.prepared import Prepared
 from w4pack.convert.modeljobs.rest import CardMaker, write_rest
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Op, OutTensor, Plan, facts_of
+from w4pack.convert.planning.quantize_options import LEFT
 from w4pack.convert.planning.quantizing import plan_quantization
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.quantize.linears import Quantized, quantize_set
@@ -67,7 +68,7 @@ def settings_of(options: ConvertOptions) -> Settings:
     if asked is None:
         raise ValueError("nothing is to be quantized")
     strength = STRENGTH if asked.gptaq and asked.method == "gptq" else 0.0
-    return Settings(asked.method, asked.damp, strength)
+    return Settings(asked.method, asked.damp, strength, sinks=asked.act_bits == LEFT)
 
 
 def planned(prepared: Prepared, running: Running) -> tuple[Plan, tuple[Warning_, ...]]:

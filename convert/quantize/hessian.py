@@ -37,13 +37,22 @@ class Statistics:
         self.tokens = 0
         self.routed = routed
 
-    def add(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
-        """Add inputs (tokens, K), float32 or 16 bit; ``reference``: the same tokens' in the source model."""
+    def add(
+        self, x: torch.Tensor, reference: torch.Tensor | None = None, *, unshifted: slice | None = None
+    ) -> None:
+        """Add inputs (tokens, K), float32 or 16 bit.
+
+        reference  the same tokens' in the source model
+        unshifted  tokens whose difference from it does not count
+        """
         features = x.shape[1]
         for start in range(0, features, BAND):
             self.sum[start : start + BAND, start:] += _product(x[:, start : start + BAND], x[:, start:])
         if self.shift is not None and reference is not None:
-            self.shift += _product((reference.float() - x.float()).to(x.dtype), x)
+            difference = (reference.float() - x.float()).to(x.dtype)
+            if unshifted is not None:
+                difference[unshifted] = 0
+            self.shift += _product(difference, x)
         self.tokens += x.shape[0]
 
     def hessian(self) -> torch.Tensor:

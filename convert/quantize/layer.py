@@ -88,12 +88,15 @@ class LayerWork:
         self.team = team
         self.sets = input_sets(list(schemes))
         self.done: dict[str, Quantized] = {}
+        self.unshifted: slice | None = None  # tokens of a batch that the shift is not learnt from
 
     def run(self, stream: Stream) -> dict[str, Quantized]:
         """Quantize, and send the stream (and the source's) through the layer. Returns path -> codes.
 
         In a team: of the leader's, the others return nothing.
         """
+        if stream.hidden and not self.settings.sinks:
+            self.unshifted = slice(0, None, stream.hidden[0].shape[1])
         if self.settings.method == "rtn" or not stream.hidden:
             for one in self.sets:
                 self._quantize(one)
@@ -253,7 +256,7 @@ class LayerWork:
             )
         if one.statistics is None:
             one.statistics = self._statistics(one, x.shape[1], x.device)
-        one.statistics.add(x, reference)
+        one.statistics.add(x, reference, unshifted=self.unshifted)
         step = max(1, x.shape[0] // share)
         one.inputs.append(x[::step][:share].float())
         if reference is not None:

@@ -10,8 +10,12 @@ class Settings:
     method    gptq, or rtn: round to nearest after the search for clipping; needs no calibration
     damping   share of the mean diagonal of H that is added to it at first
     strength  GPTAQ: how far weights are moved towards the source's outputs, 0 (not) to 1
+    sinks     GPTAQ: whether the first token of each window counts in that. All others attend to it, and its
+              activations are huge and after a rotation equally large: a quantizer that clips shortens all of
+              them. Weights that make up for that are wrong with any other quantizer.
     """
 
     method: str = "gptq"
     damping: float = 0.03
     strength: float = 0.0
+    sinks: bool = True

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import Refused
+from w4pack.convert.modeljobs.quantized import settings_of
+from w4pack.convert.planning.options import ConvertOptions
+from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.convert.quantize import gptq, grids, hessian
 from w4pack.convert.quantize.grids import Grid
+from w4pack.convert.quantize.layer import LayerWork
+from w4pack.convert.quantize.settings import Settings
+from w4pack.convert.quantize.stream import Call, Stream
 
 CPU = torch.device("cpu")
 
@@ -278,6 +287,42 @@ def test_the_shift_brings_outputs_nearer_to_those_of_the_source() -> None:
         return float((seen @ grids.dequantize(found.codes, grid, s) - source @ weights).square().sum())
 
     assert lost(1.0) < lost(0.5) < lost(0.0)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_first_tokens_that_deviate_do_not_shift_weights_that_run_with_quantizers(batches: int) -> None:
+    """A quantizer that clips shortens their activations, all equally large, whatever the weights are."""
+    weights, rows = drawn(64, 16, tokens=256)
+    windows = rows.view(8, 32, 64).clone()
+    windows[:, 0] = 100 * torch.where(rows[0] > 0, 1.0, -1.0)
+    longer = windows.clone()
+    longer[:, 0] *= 1.25
+    linear = nn.Linear(64, 16, bias=False).requires_grad_(False)
+    linear.weight.data.copy_(weights.T)
+
+    def words(source: torch.Tensor, *, sinks: bool) -> np.ndarray:
+        layer = nn.Sequential(copy.deepcopy(linear))
+        calls = {8 // batches: [Call((), {})]}
+        streams = [
+            Stream(SimpleNamespace(device=CPU), [], list(hidden.chunk(batches)), calls)  # type: ignore[arg-type]
+            for hidden in (windows, source)
+        ]
+        settings = Settings("gptq", 0.01, 1.0, sinks=sinks)
+        work = LayerWork(layer, 0, {"0": scheme(64, 16)}, settings, (copy.deepcopy(layer), streams[1]))
+        return work.run(streams[0])["0"].words
+
+    unshifted = words(windows, sinks=True)
+    assert np.array_equal(words(longer, sinks=False), unshifted)
+    assert not np.array_equal(words(longer, sinks=True), unshifted)
+    others = windows.clone()
+    others[:, 1:] *= 1.25
+    assert not np.array_equal(words(others, sinks=False), unshifted)  # all other tokens count
+
+
+@pytest.mark.parametrize(("bits", "sinks"), [(4, False), (8, False), (16, True)])
+def test_first_tokens_count_where_activations_are_not_quantized(bits: int, sinks: bool) -> None:
+    options = ConvertOptions(quantize=QuantizeOptions(act_bits=bits))
+    assert settings_of(options).sinks is sinks
 
 
 def test_a_full_shift_is_least_squares() -> None:
