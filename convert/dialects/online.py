@@ -130,7 +130,7 @@ def _common(clips: Sequence[Clips]) -> tuple[int, ...]:
 
 def _chosen(name: str, asked: int | None, own: int, allowed: tuple[int, ...]) -> int:
     found = own if asked is None else asked
-    if isinstance(found, bool) or found not in allowed:
+    if type(found) is not int or found not in allowed:
         raise UsageError(
             f"the artifact does not run with this `{name}`",
             code="online-bits",

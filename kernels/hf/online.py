@@ -6,7 +6,7 @@ its place hands the stream on, and each reader computes the norm with its front.
 get the norm, and the transform where there is one, in 16 bit.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 
 from w4pack.convert.core.families import expert_index
 from w4pack.convert.dialects.online import Online, Settings
-from w4pack.convert.errors import Refused, W4PackError
+from w4pack.convert.errors import Refused, UsageError, W4PackError
 from w4pack.convert.rotate.accounting import Layer, layers_of
 from w4pack.convert.rotate.architecture import Architecture, Block, find
 from w4pack.kernels.artifact import Artifact
@@ -61,16 +61,24 @@ def plan(artifact: Artifact, act_bits: int | None = None, kv_bits: int | None = 
         return None
     architecture = find(artifact.config)
     layers = layers_of(architecture, artifact.config, artifact.tensors)
-    problems = [*_misfits(artifact, records, settings, architecture), *_unlike(artifact, settings, layers)]
+    widths = {_in_features(artifact, name) for layer in layers for name in layer.mlp.writers}
+    problems = [
+        *_misfits(artifact, records, settings, architecture, widths),
+        *_unlike(artifact, settings, layers),
+    ]
     if problems:
         raise Refused.together(problems)
     return OnlinePlan(records, settings, architecture, layers)
 
 
 def _misfits(
-    artifact: Artifact, records: Online, settings: Settings, architecture: Architecture
+    artifact: Artifact,
+    records: Online,
+    settings: Settings,
+    architecture: Architecture,
+    widths: Collection[int],
 ) -> Iterator[W4PackError]:
-    """Yield transforms and caches that the model has no place for."""
+    """Yield transforms and caches that the model has no place for. ``widths``: what last linears read."""
     if architecture.latents or architecture.norm == "layer":
         yield Refused(
             "LayerNorm and attention with latents are not run with online records",
@@ -84,12 +92,18 @@ def _misfits(
     size = config.get("head_dim") or (hidden // heads if isinstance(hidden, int) and heads else None)
     wanted = {"residual_read": hidden, "qk": size, "attn_out": heads}
     for record in records.hadamard:
+        try:
+            Transform.of(Transform(record.order, record.factors, record.block).key)
+        except UsageError as err:
+            yield _misfit(record.site, err.expected, err.found)
         if record.site in wanted and record.order != wanted[record.site]:
-            yield _other_size(record.site, wanted[record.site], record.order)
+            yield _misfit(record.site, wanted[record.site], record.order)
+        elif record.site == "mlp_mid" and record.order not in widths:
+            yield _misfit(record.site, " or ".join(map(str, sorted(widths))), record.order)
     if settings.kv_bits == WIDE:
         return
     if records.kv is not None and records.kv.group != size:
-        yield _other_size("kv_quant", size, records.kv.group)
+        yield _misfit("kv_quant", size, records.kv.group)
     if size not in kv_layout.HEAD_DIMS:
         yield Refused(
             "no quantized cache for this head size",
@@ -101,9 +115,9 @@ def _misfits(
         )
 
 
-def _other_size(site: str, expected: object, found: int) -> Refused:
+def _misfit(site: str, expected: object, found: object) -> Refused:
     return Refused(
-        "an online record is of another size than the model",
+        "an online record does not fit the model",
         code="artifact-online",
         where=f"quantization_config.online: {site}",
         expected=str(expected),
@@ -208,7 +222,9 @@ class _Wiring:
             if place in done:
                 continue
             done.add(place)
-            values = self.front_values("mlp_mid", self.transform("mlp_mid", self.in_features(name)))
+            values = self.front_values(
+                "mlp_mid", self.transform("mlp_mid", _in_features(self.frame.artifact, name))
+            )
             if index is not None:
                 self.experts(place, values)
             elif values is not None:
@@ -279,10 +295,11 @@ class _Wiring:
         """Return the place of the experts that a linear belongs to."""
         return self.place(name).rpartition(".experts.")[0] + ".experts"
 
-    def in_features(self, name: str) -> int:
-        """Return the width that a linear reads."""
-        spec = self.frame.artifact.specs.get(name)
-        return spec.in_features if spec else self.frame.artifact.tensors[f"{name}.weight"].shape[-1]
+
+def _in_features(artifact: Artifact, name: str) -> int:
+    """Return the width that a linear of the file reads."""
+    spec = artifact.specs.get(name)
+    return spec.in_features if spec else artifact.tensors[f"{name}.weight"].shape[-1]
 
 
 def _activation(owner: nn.Module) -> str | None:

@@ -83,6 +83,8 @@ def test_other_bits_are_refused_and_named(out: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as seen:
         w4pack.load(out, act_bits=5)
     assert (seen.value.where, seen.value.expected, seen.value.found) == ("--act-bits", "4 or 8 or 16", "5")
+    with pytest.raises(UsageError, match="act_bits"):
+        w4pack.load(out, act_bits=4.0)
     folder = copied(out, tmp_path)
     models.edit_online(folder, lambda records: [_only_four(r) for r in records])
     with pytest.raises(UsageError) as seen:
@@ -105,6 +107,12 @@ def _changed(kind: str, **values: Any) -> Callable[[list[Any]], list[Any]]:
     return lambda records: [{**r, **values} if r["kind"] == kind else r for r in records]
 
 
+def _of_mlp(**values: Any) -> Callable[[list[Any]], list[Any]]:
+    return lambda records: [
+        {**r, **values} if r.get("site") == "mlp_mid" and "order" in r else r for r in records
+    ]
+
+
 UNKNOWN = {
     "a key": (_changed("act_quant", zero=1), "online.4.zero"),
     "a kind": (lambda records: [*records, {"kind": "lora"}], "kind"),
@@ -117,6 +125,8 @@ UNKNOWN = {
         ],
         "qk",
     ),
+    "a width": (_of_mlp(order=256, block=256, factors=[[256, "sylvester"]]), "mlp_mid"),
+    "a construction": (_of_mlp(factors=[[512, "magic"]], order=512, block=512), "mlp_mid"),
     "a factor": (_changed("hadamard", factors=[[3, "paley9"]]), "factors"),
 }
 
