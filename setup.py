@@ -63,7 +63,7 @@ setup(
     package_data={
         "w4pack": ["py.typed"],
         "w4pack.convert": ["**/*.json", "quantize/data/*.txt"],
-        "w4pack.kernels": ["csrc/*.cu", "csrc/*.cuh", "cubins/**/*", "tiles_*.json"],
+        "w4pack.kernels": ["csrc/*.cu", "csrc/*.cuh", "cubins/**/*", "tiles_*.json", "quarot/*.json"],
     },
     include_package_data=False,
     cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},

@@ -107,6 +107,7 @@ def _team(options: ConvertOptions, running: Running) -> "Iterator[tuple[Team | N
                 found=f"{options.quantize.method}, {team.size} processes",
             )
         yield team, replace(running, device=team.device)
+        team.meet()
     finally:
         team.leave()
 

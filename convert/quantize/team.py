@@ -73,6 +73,10 @@ class Team:
         """Overwrite a tensor by the leader's."""
         dist.broadcast(values, src=0)
 
+    def meet(self) -> None:
+        """Wait for all: one that leaves while another still sends would break it."""
+        dist.barrier()
+
     def leave(self) -> None:
         """Say goodbye: nothing can be sent any more."""
         dist.destroy_process_group()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import builders as b
-from runner import command
+from runner import command, signals_act
 
 COMMANDS = {
     "inspect": ["inspect", "SRC"],
@@ -141,9 +141,14 @@ def test_a_signal_stops_a_question_in_words(number: signal.Signals, code: int) -
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}"},
+            preexec_fn=signals_act,
         )
-        connection, _ = hub.accept()
-        with connection:
-            child.send_signal(number)
-            _, err = child.communicate(timeout=60)
+        with child:
+            connection, _ = hub.accept()
+            with connection:
+                child.send_signal(number)
+                try:
+                    _, err = child.communicate(timeout=60)
+                finally:
+                    child.kill()
     assert (child.returncode, err) == (code, "error: stopped by a signal\n")

@@ -21,6 +21,7 @@ from click.testing import CliRunner, Result  # noqa: E402
 
 import builders  # noqa: E402
 import w4pack as package  # noqa: E402
+from runner import signals_act  # noqa: E402
 from runtime import models  # noqa: E402
 from w4pack import cli  # noqa: E402
 from w4pack.convert import convert  # noqa: E402
@@ -194,11 +195,16 @@ def test_a_signal_stops_an_answer_in_words(
         text=True,
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=signals_act,
     )
-    assert child.stdout is not None
-    assert child.stdout.read(1)  # text comes before the end
-    child.send_signal(number)
-    _, err = child.communicate(timeout=60)
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.read(1)  # text comes before the end
+        child.send_signal(number)
+        try:
+            _, err = child.communicate(timeout=60)
+        finally:
+            child.kill()
     assert child.returncode == code
     assert err.endswith("error: stopped by a signal\n") and "Traceback" not in err
 

@@ -156,5 +156,6 @@ def test_matrices_of_the_reference_are_orthogonal() -> None:
     """The reference's Hadamard matrices are matrices, in the direction that records mean."""
     h = fake.hadamard({"order": 24, "block": 12, "factors": [[12, "paley1"]]})
     torch.testing.assert_close(h @ h.T, torch.eye(24, dtype=torch.float64))
-    assert torch.equal((h[:12, :12] * 12**0.5).round(), torch.from_numpy(matrix(12, "paley1")).double())
+    whole = torch.tensor(matrix(12, "paley1"), dtype=torch.float64)
+    assert torch.equal((h[:12, :12] * 12**0.5).round(), whole)
     assert not torch.equal(h, h.T)
