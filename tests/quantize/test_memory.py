@@ -65,8 +65,8 @@ def test_f79_layers_do_not_stay_in_memory(book: Path, tmp_path: Path) -> None:
             check=True,
         )
         peaks[depth] = int(done.stdout.split()[-1])
-    # What is in memory after a layer grows by 20 to 60 KiB a layer (the report's entries). The peak within one
-    # grows more: by 2 to 6 % from 4 to 16 layers and 7 to 10 % from 4 to 64, for a reason not found.
+    # What is in memory after a layer grows by 20 to 60 KiB a layer (the report's entries). The peak within
+    # one grows more: by 2 to 6 % from 4 to 16 layers and 7 to 10 % from 4 to 64, for a reason not found.
     assert peaks[16] < 1.10 * peaks[4]
 
 
