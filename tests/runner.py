@@ -20,7 +20,7 @@ IN_PROCESS = os.environ.get("W4PACK_TEST_IN_PROCESS", "1") != "0"
 
 
 def signals_act() -> None:
-    """Before a child starts (``preexec_fn``): SIGINT stops it, also below a background job that ignores it."""
+    """Before a child starts (``preexec_fn``): SIGINT stops it, also where a background job ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
