@@ -128,6 +128,17 @@ def _common(clips: Sequence[Clips]) -> tuple[int, ...]:
     return tuple(b for b in BITS if b == 16 or (clips and all(b in clip for clip in clips)))
 
 
+def misfit(site: str, expected: object, found: object) -> Refused:
+    """Return the refusal of a record that the model has no place for."""
+    return Refused(
+        "an online record does not fit the model",
+        code="artifact-online",
+        where=f"quantization_config.online: {site}",
+        expected=str(expected),
+        found=str(found),
+    )
+
+
 def _chosen(name: str, asked: int | None, own: int, allowed: tuple[int, ...]) -> int:
     found = own if asked is None else asked
     if type(found) is not int or found not in allowed:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from w4pack.convert.dialects.online import Hadamard, KVQuant, Online, parse
+from w4pack.convert.dialects.online import Hadamard, KVQuant, Online, misfit, parse
 from w4pack.convert.errors import Refused
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.online import model_of
@@ -90,14 +90,24 @@ def runtime_of(
     records  the value of ``online``
     packed   names of the quantized linears
 
-    Raises Refused for records that are not known here, or an architecture that has no runtime; UsageError for
-    bits that the records do not have.
+    Raises Refused for records that are not known here or do not fit, or an architecture that has no runtime;
+    UsageError for bits that the records do not have.
     """
     online = parse(records)
     settings, model = online.settings(act_bits, kv_bits), model_of(config, infos)
+    _check_widths(online, model, infos)
     return Runtime(
         online, sites_of(model), model.heads, frozenset(packed), settings.act_bits, settings.kv_bits
     )
+
+
+def _check_widths(online: Online, model: Model, infos: Mapping[str, TensorInfo]) -> None:
+    """Refuse a transform in front of the last linears that none of them reads through: it would not run."""
+    names = [f"{name}.weight" for layer in model.layers for name in layer.mlp.writers]
+    widths = {infos[name].shape[1] for name in names if name in infos and len(infos[name].shape) == 2}
+    for record in online.hadamard:
+        if record.site == "mlp_mid" and widths and record.order not in widths:
+            raise misfit(record.site, " or ".join(map(str, sorted(widths))), record.order)
 
 
 @dataclass(slots=True, eq=False)

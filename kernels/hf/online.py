@@ -13,7 +13,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from w4pack.convert.core.families import expert_index
-from w4pack.convert.dialects.online import Online, Settings
+from w4pack.convert.dialects.online import Online, Settings, misfit
 from w4pack.convert.errors import Refused, UsageError, W4PackError
 from w4pack.convert.rotate.accounting import Layer, layers_of
 from w4pack.convert.rotate.architecture import Architecture, Block, find
@@ -95,15 +95,15 @@ def _misfits(
         try:
             Transform.of(Transform(record.order, record.factors, record.block).key)
         except UsageError as err:
-            yield _misfit(record.site, err.expected, err.found)
+            yield misfit(record.site, err.expected, err.found)
         if record.site in wanted and record.order != wanted[record.site]:
-            yield _misfit(record.site, wanted[record.site], record.order)
+            yield misfit(record.site, wanted[record.site], record.order)
         elif record.site == "mlp_mid" and record.order not in widths:
-            yield _misfit(record.site, " or ".join(map(str, sorted(widths))), record.order)
+            yield misfit(record.site, " or ".join(map(str, sorted(widths))), record.order)
     if settings.kv_bits == WIDE:
         return
     if records.kv is not None and records.kv.group != size:
-        yield _misfit("kv_quant", size, records.kv.group)
+        yield misfit("kv_quant", size, records.kv.group)
     if size not in kv_layout.HEAD_DIMS:
         yield Refused(
             "no quantized cache for this head size",
@@ -113,16 +113,6 @@ def _misfits(
             found=str(size),
             hint="--kv-bits 16",
         )
-
-
-def _misfit(site: str, expected: object, found: object) -> Refused:
-    return Refused(
-        "an online record does not fit the model",
-        code="artifact-online",
-        where=f"quantization_config.online: {site}",
-        expected=str(expected),
-        found=str(found),
-    )
 
 
 def _unlike(artifact: Artifact, settings: Settings, layers: Iterable[Layer]) -> Iterator[W4PackError]:

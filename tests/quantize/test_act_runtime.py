@@ -71,6 +71,20 @@ def test_transforms_alone_leave_the_model_what_it_is(name: str, tmp_path: Path) 
         assert tiny.relative(through(checkpoint, rotated, changed, NOTHING), wanted) > 1e-2
 
 
+def test_a_transform_of_a_width_that_no_linear_has_is_refused(tmp_path: Path) -> None:
+    with tiny.opened(tiny.save("llama", tmp_path / "src", torch.float32)) as checkpoint:
+        plan = tiny.planned(checkpoint, "full")
+        records = [dict(record) for record in plan.online]
+        (last,) = (record for record in records if record["site"] == "mlp_mid")
+        runtime_of(checkpoint.config, checkpoint.tensors, records, [])
+        last["order"], last["block"] = 2 * last["order"], 2 * last["block"]
+        last["factors"] = [[2, "sylvester"], *last["factors"]]
+        with pytest.raises(Refused) as caught:
+            runtime_of(checkpoint.config, checkpoint.tensors, records, [])
+        assert caught.value.where == "quantization_config.online: mlp_mid"
+        assert caught.value.found == str(last["order"])
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_linears_are_given_what_the_records_say(name: str, tmp_path: Path) -> None:
     """Against dense matrices in float64 and the quantizer of a token; codes at a tie may differ by one."""
