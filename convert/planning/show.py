@@ -134,7 +134,7 @@ def text(event: Mapping[str, Any], plan: Plan, out: Path, *, verbose: bool = Fal
             "note      no stock engine takes this output; `w4pack check OUT` says why, and what they take"
         )
     lines.append("engines   " + "   ".join(_engine(name, tps) for name, tps in event["engines"].items()))
-    lines.append(f"needs     {_needs(event, out)}")
+    lines.append(f"needs     {_needs(plan, event, out)}")
     return "\n".join(lines)
 
 
@@ -171,12 +171,14 @@ def _kind(name: str) -> str:
     return "norms" if "norm" in name else "other tensors"
 
 
-def _needs(event: Mapping[str, Any], out: Path) -> str:
+def _needs(plan: Plan, event: Mapping[str, Any], out: Path) -> str:
     free = shutil.disk_usage(_existing(out)).free
+    seconds = f"about {time_text(max(event['bytes_written'] / RATE, 1))}"
+    # The time of a model's computation depends on the machine and the text; after one layer it is known.
+    time = seconds if plan.quantization is None else "the time left is told layer by layer"
     return (
         f"{size_text(event['disk'])} disk at {out} ({size_text(free)} free), "
-        f"at most {size_text(event['memory'])} memory beside the interpreter, "
-        f"about {time_text(max(event['bytes_written'] / RATE, 1))}"
+        f"at most {size_text(event['memory'])} memory beside the interpreter, {time}"
     )
 
 
