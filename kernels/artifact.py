@@ -128,7 +128,7 @@ def _unknown(key: str, found: str, label: str) -> W4PackError:
             "the artifact asks for a transform that this version of w4pack does not run",
             code="artifact-online",
             where=where,
-            expected="no `online` records",
+            expected="records that this version knows, or none",
             found=found,
             hint="use the version of w4pack that wrote it, or a later one",
         )
