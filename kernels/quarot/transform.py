@@ -8,7 +8,6 @@ the diagonal, the last factor runs fastest. The empty text is no transform.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -60,16 +59,6 @@ class Transform:
                 such a matrix.
         """
         return _of(key)
-
-    @staticmethod
-    def make(order: int, factors: Iterable[Iterable[object]], block: int) -> "Transform":
-        """Return the transform of a record's values.
-
-        Raises:
-            UsageError: as ``of``.
-        """
-        pairs = tuple((int(str(m)), str(kind)) for m, kind in (tuple(factor) for factor in factors))
-        return _of(Transform(order, pairs, block).key)
 
     @staticmethod
     def planned(n: int, parts: int = 1) -> "Transform":

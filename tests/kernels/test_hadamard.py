@@ -34,7 +34,6 @@ def test_a_text_names_one_transform(n: int) -> None:
     for parts in (1, 2):
         found = Transform.planned(n, parts)
         assert Transform.of(found.key) == found
-        assert Transform.make(found.order, [list(f) for f in found.factors], found.block) == found
         assert found.scale == 1 / math.sqrt(found.block)
     assert Transform.of("") == NONE and NONE.key == ""
 
