@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from conftest import Runner
 
 NAME = "gptqmodel-w4g32-asym-desc-qwen2"
+ENDLESS = 1_000_000  # tokens: hours
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -171,23 +172,25 @@ def test_the_package_says_which_extra_its_loader_needs(out: Path) -> None:
     assert "ImportError: w4pack.load needs torch: pip install 'w4pack[gpu]'" in done.stderr
 
 
+@pytest.fixture
+def endless(out: Path, tmp_path: Path) -> Path:
+    """The artifact, with no end token and a long context: its answer goes on until it is stopped."""
+    folder = tmp_path / "endless"
+    shutil.copytree(out, folder)
+    for name, fields in (
+        ("generation_config.json", {"eos_token_id": None}),
+        ("config.json", {"eos_token_id": None, "max_position_embeddings": ENDLESS}),
+    ):
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | fields))
+    return folder
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_an_answer_in_words(
-    number: signal.Signals, code: int, out: Path, tmp_path: Path
+    number: signal.Signals, code: int, endless: Path, tmp_path: Path
 ) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "w4pack",
-        "generate",
-        str(out),
-        "She",
-        "--temperature",
-        "1",
-        "--device",
-        "cpu",
-    ]
-    command += ["--max-new-tokens", "500"]
+    command = [sys.executable, "-m", "w4pack", "generate", str(endless), "She", "--temperature", "1"]
+    command += ["--device", "cpu", "--max-new-tokens", str(ENDLESS)]
     child = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
