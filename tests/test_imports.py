@@ -165,7 +165,7 @@ def test_formats_meet_only_in_the_canonical_linear() -> None:
     assert told([i for i in OURS if strays(i)]) == []
 
 
-SHARED_BY_FORMATS = {"w4pack.convert.formats.tiled"}
+SHARED_BY_FORMATS = {"w4pack.convert.formats.tiled", "w4pack.convert.formats.transposed"}
 
 
 def test_planning_never_executes_and_nothing_imports_the_command_line() -> None:

@@ -25,7 +25,7 @@ a handful of functions, the same in every module:
 The artifact stores rows sorted by group and has ``row_order(tensors, scheme)`` besides. Where K is no
 multiple of the codes in a word, the fields past the last row are zero, and ``pack`` returns whole words.
 
-No layout imports another (what two share is here and in ``tiled``); none reads files.
+No layout imports another (what two share is here, in ``tiled`` and in ``transposed``); none reads files.
 """
 
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from w4pack.convert.core.bitpack import Words, pack_axis, transpose_words, unpack_axis
+from w4pack.convert.core.bitpack import pack_axis, unpack_axis
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.formats import (
@@ -28,6 +28,7 @@ from w4pack.convert.formats import (
     group_limit,
     multiple_limit,
     order_limit,
+    transposed,
     vector_groups,
 )
 
@@ -37,23 +38,12 @@ GROUP_SIZES = (ONE_GROUP, 32, 64, 128)
 SUFFIXES = ("qweight", "qzeros", "scales")
 
 
+unpack, pack = transposed.unpack, transposed.pack
+
+
 def grid(bits: int) -> Grid:
-    """Return the grid of ``qweight``: N over the rows, one word for 8 of K."""
-    return Grid("qweight", "I32", 1, 32 // bits, 1, 1, 1)
-
-
-def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
-    """Transpose stored words (N, R) to canonical words (R, N)."""
-    if out is None:
-        out = np.empty(block.shape[::-1], np.uint32)
-    return transpose_words(block, out)
-
-
-def pack(words: Words, bits: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
-    """Transpose canonical words (R, N) to stored words (N, R)."""
-    if out is None:
-        out = np.empty(words.shape[::-1], np.int32)
-    return transpose_words(words, out)
+    """Return the grid of ``qweight``: N over the rows, one word for 32/bits of K."""
+    return transposed.grid("qweight", bits)
 
 
 def specs(scheme: QuantScheme) -> dict[str, Header]:

@@ -12,67 +12,19 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from w4pack.convert.core.quantlinear import GroupParams
-from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
+from w4pack.convert.core.scheme import ONE_GROUP
 from w4pack.convert.core.tiles import pack_tiles, unpack_tiles
-from w4pack.convert.formats import (
-    Grid,
-    Header,
-    Match,
-    Obstacle,
-    bits_limit,
-    division_limit,
-    first,
-    group_limit,
-    multiple_limit,
-    order_limit,
-    symmetry_limit,
-    tiled,
-)
+from w4pack.convert.formats import Header, Match
+from w4pack.convert.formats.tiled import Tiled
 from w4pack.kernels import layout
-
-GROUP_SIZES = (ONE_GROUP, 64, 128)
-
 
 TILES = True  # codes are Marlin tiles: layouts with `to_tiles` can be packed directly
 SUFFIXES = ("qweight", "scales")
+_STORED = Tiled("awq marlin", "qweight", "scales", (ONE_GROUP, 64, 128), layout.TILE_K, layout.TILE_N)
 
-
-unpack = unpack_tiles
-pack = pack_tiles
-
-
-def grid(bits: int) -> Grid:
-    """Return the grid of ``qweight``."""
-    return tiled.grid("qweight", bits)
-
-
-def specs(scheme: QuantScheme) -> dict[str, Header]:
-    """Return dtype and shape of every tensor of a linear."""
-    return tiled.specs("qweight", "scales", scheme)
-
-
-def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero_kind: str) -> GroupParams:
-    """Read scales in natural order. Raises SourceError if they are missing or do not fit."""
-    return tiled.decode_scales("scales", tensors, scheme)
-
-
-def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray[Any]]:
-    """Write scales in the order of the kernel."""
-    return tiled.encode_scales("scales", params, scheme)
-
-
-def limits(scheme: QuantScheme) -> Obstacle | None:
-    """Return what keeps the scheme out of an AWQ marlin file."""
-    return first(
-        bits_limit("awq marlin", scheme, (4,)),
-        symmetry_limit("awq marlin", scheme),
-        order_limit("awq marlin", scheme),
-        group_limit("awq marlin", scheme, GROUP_SIZES),
-        division_limit("awq marlin", scheme),
-        multiple_limit("awq marlin", "in_features", scheme.in_features, layout.TILE_K),
-        multiple_limit("awq marlin", "out_features", scheme.out_features, layout.TILE_N),
-    )
+unpack, pack = unpack_tiles, pack_tiles
+grid, specs, limits = _STORED.grid, _STORED.specs, _STORED.limits
+decode_params, encode_params = _STORED.decode_params, _STORED.encode_params
 
 
 def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:

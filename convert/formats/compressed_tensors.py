@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from w4pack.convert.core.bitpack import Words, pack_axis, transpose_words, unpack_axis
+from w4pack.convert.core.bitpack import pack_axis, unpack_axis
 from w4pack.convert.core.order import read_map
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
@@ -34,28 +34,18 @@ from w4pack.convert.formats import (
     mismatch,
     order_limit,
     require_shape,
+    transposed,
 )
 
 SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 
 
+unpack, pack = transposed.unpack, transposed.pack
+
+
 def grid(bits: int) -> Grid:
     """Return the grid of ``weight_packed``: N over the rows, one word for 32/bits of K."""
-    return Grid("weight_packed", "I32", 1, 32 // bits, 1, 1, 1)
-
-
-def unpack(block: NDArray[Any], bits: int, out: Words | None = None) -> Words:
-    """Transpose stored words (N, R) to canonical words (R, N)."""
-    if out is None:
-        out = np.empty(block.shape[::-1], np.uint32)
-    return transpose_words(block, out)
-
-
-def pack(words: Words, bits: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
-    """Transpose canonical words (R, N) to stored words (N, R)."""
-    if out is None:
-        out = np.empty(words.shape[::-1], np.int32)
-    return transpose_words(words, out)
+    return transposed.grid("weight_packed", bits)
 
 
 def specs(scheme: QuantScheme) -> dict[str, Header]:

@@ -12,70 +12,21 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from w4pack.convert.core.quantlinear import GroupParams
-from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
+from w4pack.convert.core.scheme import ONE_GROUP
 from w4pack.convert.core.tiles import pack_tiles, unpack_tiles
-from w4pack.convert.formats import (
-    Grid,
-    Header,
-    Match,
-    Obstacle,
-    bits_limit,
-    division_limit,
-    first,
-    group_limit,
-    header_of,
-    mismatch,
-    multiple_limit,
-    order_limit,
-    symmetry_limit,
-    tiled,
-)
+from w4pack.convert.formats import Header, Match, header_of, mismatch
+from w4pack.convert.formats.tiled import Tiled
 from w4pack.kernels import layout
 
-GROUP_SIZES = (ONE_GROUP, 128)
 K_UNIT, N_UNIT = 128, 256  # thread blocks of that kernel
-
 
 TILES = True  # codes are Marlin tiles: layouts with `to_tiles` can be packed directly
 SUFFIXES = ("B", "s")
+_STORED = Tiled("marlin-legacy", "B", "s", (ONE_GROUP, 128), K_UNIT, N_UNIT)
 
-
-unpack = unpack_tiles
-pack = pack_tiles
-
-
-def grid(bits: int) -> Grid:
-    """Return the grid of ``B``."""
-    return tiled.grid("B", bits)
-
-
-def specs(scheme: QuantScheme) -> dict[str, Header]:
-    """Return dtype and shape of every tensor of a linear."""
-    return tiled.specs("B", "s", scheme)
-
-
-def decode_params(tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme, zero_kind: str) -> GroupParams:
-    """Read scales in natural order. Raises SourceError if they are missing or do not fit."""
-    return tiled.decode_scales("s", tensors, scheme)
-
-
-def encode_params(params: GroupParams, scheme: QuantScheme) -> dict[str, NDArray[Any]]:
-    """Write scales in the order of the kernel."""
-    return tiled.encode_scales("s", params, scheme)
-
-
-def limits(scheme: QuantScheme) -> Obstacle | None:
-    """Return what keeps the scheme out of a legacy Marlin file."""
-    return first(
-        bits_limit("marlin-legacy", scheme, (4,)),
-        symmetry_limit("marlin-legacy", scheme),
-        order_limit("marlin-legacy", scheme),
-        group_limit("marlin-legacy", scheme, GROUP_SIZES),
-        division_limit("marlin-legacy", scheme),
-        multiple_limit("marlin-legacy", "in_features", scheme.in_features, K_UNIT),
-        multiple_limit("marlin-legacy", "out_features", scheme.out_features, N_UNIT),
-    )
+unpack, pack = unpack_tiles, pack_tiles
+grid, specs, limits = _STORED.grid, _STORED.specs, _STORED.limits
+decode_params, encode_params = _STORED.decode_params, _STORED.encode_params
 
 
 def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | None = None) -> Match | None:
