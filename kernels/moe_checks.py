@@ -16,7 +16,20 @@ def gemm(x: "Tensor", packed: Packed, rows: "Tensor", offsets: "Tensor") -> tupl
     Raises:
         UsageError: one of them does not fit.
     """
-    experts = packed.weight.shape[0]
+    experts = stack(packed)
+    k, n = checks.weight(*of_expert(packed, 0))
+    checks.activations(x, k, packed.weight)
+    routing(rows, offsets, experts, x)
+    return k, n
+
+
+def stack(packed: Packed) -> int:
+    """Check that the tensors of a stack have the expert as first dimension; return how many there are.
+
+    Raises:
+        UsageError: one of them is no stack, of other experts, or not contiguous.
+    """
+    experts = packed.weight.shape[0] if packed.weight.dim() else 0
     for name in ("weight", "scales", "zeros"):
         tensor = getattr(packed, name)
         if tensor is not None:
@@ -25,10 +38,7 @@ def gemm(x: "Tensor", packed: Packed, rows: "Tensor", offsets: "Tensor") -> tupl
                 tensor.shape[0] == experts > 0, f"{name} is of other experts", name, experts, tensor.shape[0]
             )
             require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
-    k, n = checks.weight(*of_expert(packed, 0))
-    checks.activations(x, k, packed.weight)
-    _routing(rows, offsets, experts, x)
-    return k, n
+    return experts
 
 
 def of_expert(packed: Packed, expert: int) -> Packed:
@@ -53,10 +63,15 @@ def gather(x: "Tensor", rows: "Tensor", offsets: "Tensor", perm: "Tensor", width
     checks.rows(x, "x", 1)
     fits = width % 8 == 0 and width >= x.shape[1]
     require(fits, "the width is not supported", "width", f"a multiple of 8, at least {x.shape[1]}", width)
-    _routing(rows, offsets, perm.shape[0], x)
+    routing(rows, offsets, perm.shape[0], x)
 
 
-def _routing(rows: "Tensor", offsets: "Tensor", experts: int, x: "Tensor") -> None:
+def routing(rows: "Tensor", offsets: "Tensor", experts: int, x: "Tensor") -> None:
+    """Check who reads what by shape, dtype, stride and device: ``rows`` (R,), ``offsets`` (E + 1,) int32.
+
+    Raises:
+        UsageError: one of them does not fit.
+    """
     import torch
 
     has_dtype(rows, "rows", (torch.int32,), 1)

@@ -32,7 +32,7 @@ def _gemm_cpu(x: "Tensor", packed: Packed, rows: "Tensor", offsets: "Tensor") ->
     _, n = moe_checks.gemm(x, packed, rows, offsets)
     moe_checks.values(rows, offsets, x.shape[0])
     out = torch.zeros((rows.numel(), n), dtype=x.dtype, device=x.device)
-    for expert, start, end in _spans(offsets):
+    for expert, start, end in spans(offsets):
         taken = x[rows[start:end].long()]
         weight, scales, zeros, *scheme = moe_checks.of_expert(packed, expert)
         out[start:end] = reference.gemm(taken, weight, scales, zeros, None, *scheme)
@@ -43,13 +43,13 @@ def _gather_cpu(x: "Tensor", rows: "Tensor", offsets: "Tensor", perm: "Tensor", 
     moe_checks.gather(x, rows, offsets, perm, width)
     moe_checks.values(rows, offsets, x.shape[0])
     out = torch.zeros((rows.numel(), width), dtype=x.dtype, device=x.device)
-    for expert, start, end in _spans(offsets):
+    for expert, start, end in spans(offsets):
         checks.order_values(perm[expert], x.shape[1])
         out[start:end] = reference.gather(x[rows[start:end].long()], perm[expert], width)
     return out
 
 
-def _spans(offsets: "Tensor") -> list[tuple[int, int, int]]:
+def spans(offsets: "Tensor") -> list[tuple[int, int, int]]:
     """Return (expert, first pair, end) of the experts that have pairs."""
     borders = offsets.tolist()
     spans = zip(range(len(borders) - 1), borders[:-1], borders[1:], strict=True)
