@@ -1,20 +1,19 @@
-"""Experts on integer tensor cores: codes of each token once, one product for each expert that has tokens.
+"""Experts on integer tensor cores: codes of each token once, then the grouped product of ``int_moe_ops``.
 
-How many tokens an expert has is read on the host, once a layer: products of unequal rows are launched one by
-one. So such a layer waits for the device and is not captured in a CUDA graph; with 16-bit activations the
-grouped product of ``kernels.experts`` runs, and it is.
+On a card that operator reads on the host how many tokens an expert has, once for each linear of a layer; with
+16-bit activations the grouped product of ``kernels.experts`` runs, which does not.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
-from w4pack.kernels import experts
+from w4pack.kernels import experts, gradient
 from w4pack.kernels.experts import PackedExperts, StackedLinear
+from w4pack.kernels.quarot import int_moe_ops
 from w4pack.kernels.quarot.fronts import WIDE, Front
-from w4pack.kernels.quarot.modules import int_product, order_of
+from w4pack.kernels.quarot.modules import order_of
 
 
 @dataclass(frozen=True)
@@ -29,21 +28,25 @@ class _Side:
         if self.front.bits == WIDE:
             y: torch.Tensor = self.stack(self.front.values(x), rows, offsets)
             return y
+        if gradient.wanted(x):
+            return gradient.refused(x, self(x.detach(), rows, offsets))
         spec = self.stack.spec
         codes, scales = self.front.codes(x, order_of(spec, x.device, self.front.bits), spec.k)
-        out = x.new_zeros((rows.shape[0], spec.out_features))
-        borders = offsets.tolist()
-        for expert, (start, end) in enumerate(pairwise(borders)):
-            if end > start:
-                taken = rows[start:end]
-                tensors = {n: None if t is None else t[expert] for n, t in self._tensors().items()}
-                out[start:end] = int_product(
-                    spec, tensors, codes[taken], scales[taken], None, self.front.bits, x.dtype
-                )
-        return out
-
-    def _tensors(self) -> dict[str, torch.Tensor | None]:
-        return {name: getattr(self.stack, name) for name in experts.STACKED}
+        made: torch.Tensor = int_moe_ops.int_moe_gemm(
+            codes,
+            scales,
+            self.stack.weight,
+            self.stack.weight_scale,
+            rows,
+            offsets,
+            spec.bits,
+            self.front.bits,
+            spec.group_size,
+            order_of(spec, x.device, self.front.bits),
+            spec.k,
+            x.dtype,
+        )
+        return made[:, : spec.out_features]
 
 
 class QuantizedExperts(PackedExperts):
