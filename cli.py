@@ -457,7 +457,7 @@ def evaluate(**given: Any) -> None:
     w4pack eval ./out --text book.txt --against ./llama-fp16
     """
     with _errors(given):
-        from w4pack.convert.evaluate import run_eval
+        from w4pack.convert.measure import run_eval
 
         run_eval(given)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from w4pack.convert.api import convert, push, unpack, verify
-    from w4pack.convert.evaluate import evaluate
+    from w4pack.convert.measure import evaluate
     from w4pack.convert.questions import check, inspect
 
 __all__ = ["check", "convert", "evaluate", "inspect", "push", "unpack", "verify"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    module = {"check": "questions", "inspect": "questions", "evaluate": "evaluate"}.get(name, "api")
+    module = {"check": "questions", "inspect": "questions", "evaluate": "measure"}.get(name, "api")
     return getattr(import_module(f"{__name__}.{module}"), name)
 
 

@@ -14,6 +14,7 @@ from w4pack.convert.opening import Where, glimpsed
 from w4pack.convert.source.describe import describe
 from w4pack.convert.source.detect import Source, read_source
 from w4pack.convert.source.facts import source_facts
+from w4pack.convert.source.online import records_of
 from w4pack.convert.source.reading import DetectOptions, Evidence
 from w4pack.convert.source.zeros import AMBIGUOUS
 
@@ -29,7 +30,7 @@ def inspect(
     """Say what a checkpoint is, from headers and small tensors. Returns the object of ``inspect --json``."""
     with glimpsed(path, where or Where(), reporter or Quiet(), thorough=thorough) as (checkpoint, label):
         source = _glimpse(checkpoint, thorough=thorough)
-        value = describe(source_facts(source), label)
+        value = describe(source_facts(source), label, records_of(source))
     value["problems"] = [p.to_json() for p in source.problems]
     broken = [p for p in source.problems if p.exit_code == EXIT_FAILED]
     if broken:
@@ -59,13 +60,7 @@ def check(
     reporter: Reporter | None = None,
 ) -> list[dict[str, Any]]:
     """Say what each engine would do with a checkpoint at each tensor parallelism: one object per engine."""
-    unknown = [e for e in engines if e not in ENGINES]
-    if unknown or not tp or any(t < 1 for t in tp):
-        raise UsageError(
-            "no such engine or tensor parallelism",
-            expected=f"{', '.join(ENGINES)}; TP from 1 on",
-            found=f"{', '.join(engines)}; TP {list(tp)}",
-        )
+    _check_asked(engines, tp)
     with glimpsed(path, where or Where(), reporter or Quiet(), thorough=thorough) as (checkpoint, label):
         source = _glimpse(checkpoint, thorough=thorough)
         facts = source_facts(source)
@@ -91,6 +86,22 @@ def check(
             }
         )
     return answers
+
+
+def _check_asked(engines: Sequence[str], tp: Sequence[int]) -> None:
+    unknown = [engine for engine in engines if engine not in ENGINES]
+    if unknown:
+        raise UsageError(
+            "no such engine", where="--engine", expected=", ".join(ENGINES), found=", ".join(unknown)
+        )
+    small = [size for size in tp if size < 1]
+    if small or not tp:
+        raise UsageError(
+            "no such tensor parallelism",
+            where="--tp",
+            expected="sizes from 1 on, e.g. 1,2,4,8",
+            found=", ".join(map(str, small)) or "none",
+        )
 
 
 def _pasted(command: str | None, label: str) -> str | None:

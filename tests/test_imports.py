@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import w4pack.convert
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # From the foot of the house to its roof; rooms of one floor do not import each other.
@@ -216,6 +218,11 @@ def test_no_module_is_named_like_one_of_the_standard_library() -> None:
     """A script run by path puts its folder first: a ``convert/inspect.py`` would break ``dataclasses``."""
     taken = {module for module in SOURCES if module.rpartition(".")[2] in sys.stdlib_module_names}
     assert taken == set()
+
+
+def test_no_module_takes_the_name_of_a_job() -> None:
+    """A submodule, once imported, is an attribute of its package: it would stand in the function's place."""
+    assert [name for name in w4pack.convert.__all__ if f"w4pack.convert.{name}" in SOURCES] == []
 
 
 def test_kernels_is_no_regular_package() -> None:

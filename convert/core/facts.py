@@ -75,6 +75,7 @@ class ModelFacts:
     dense         every other tensor
     files         names of all files in the folder
     weight_files  weight files that belong to the model
+    unfit         of an artifact: ``online`` records that w4pack's loader cannot run on this model
     """
 
     config: Mapping[str, Any]
@@ -88,3 +89,4 @@ class ModelFacts:
     files: tuple[str, ...] = ()
     weight_files: tuple[str, ...] = ()
     warnings: tuple[Warning_, ...] = field(default=())
+    unfit: tuple[Warning_, ...] = field(default=())

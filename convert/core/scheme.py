@@ -6,6 +6,9 @@
 from dataclasses import dataclass
 
 ONE_GROUP = -1
+RUN_CODES = (4, 8)  # bits of activations, keys and values that are quantized at run time
+WIDE = 16  # bits of what is not
+RUN_BITS = (*RUN_CODES, WIDE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from w4pack.convert.core.scheme import RUN_BITS, RUN_CODES, WIDE
 from w4pack.convert.errors import Refused, UsageError, W4PackError
 
 HADAMARD_SITES = ("residual_read", "qk", "attn_out", "mlp_mid")
 ACT_SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
-BITS = (4, 8, 16)
+HEAD_SIZES = (64, 80, 96, 128, 256)  # of the quantized cache's kernels
+CLIP_KEYS = tuple(map(str, RUN_CODES))
 KEYS = {
     "hadamard": ("kind", "site", "order", "factors", "block", "signs"),
     "act_quant": ("kind", "site", "bits", "clip", "symmetric"),
@@ -108,8 +110,8 @@ class Online:
         Raises:
             UsageError: bits that the records do not have.
         """
-        own_act = max((quant.bits for quant in self.acts.values()), default=16)
-        own_kv = 16 if self.kv is None else max(self.kv.bits)
+        own_act = max((quant.bits for quant in self.acts.values()), default=WIDE)
+        own_kv = WIDE if self.kv is None else max(self.kv.bits)
         return Settings(
             _chosen("act_bits", act_bits, own_act, self.act_bits),
             _chosen("kv_bits", kv_bits, own_kv, self.kv_bits),
@@ -125,7 +127,7 @@ class Settings:
 
 
 def _common(clips: Sequence[Clips]) -> tuple[int, ...]:
-    return tuple(b for b in BITS if b == 16 or (clips and all(b in clip for clip in clips)))
+    return tuple(b for b in RUN_BITS if b == WIDE or (clips and all(b in clip for clip in clips)))
 
 
 def misfit(site: str, expected: object, found: object) -> Refused:
@@ -177,11 +179,16 @@ def parse(online: Any, where: str = "quantization_config") -> Online:
     if problems:
         raise Refused.together(problems)
     kv = [record for record in found if isinstance(record, KVQuant)]
-    return Online(
+    whole = Online(
         tuple(record for record in found if isinstance(record, Hadamard)),
         {record.site: record for record in found if isinstance(record, ActQuant)},
         kv[0] if kv else None,
     )
+    try:
+        whole.settings()
+    except UsageError as err:  # each record has a ratio for its own bits, but not all for the largest
+        raise _refused(f"{where}.online", "ratios for the bits of the calibration", err.found) from err
+    return whole
 
 
 def _twice(found: Sequence[Hadamard | ActQuant | KVQuant], where: str) -> Iterator[W4PackError]:
@@ -244,18 +251,17 @@ class _Reader:
         if self.raw.get("symmetric") is not True:
             self.wrong(".symmetric", "true", self.raw.get("symmetric"))
         site = self.one_of("site", ACT_SITES)
-        return ActQuant(
-            site, self.bits("bits", self.raw.get("bits")), self.clips("clip", self.raw.get("clip"))
-        )
+        bits, clip = self.bits("bits", self.raw.get("bits")), self.clips("clip", self.raw.get("clip"))
+        self.has_ratio("clip", bits, clip)
+        return ActQuant(site, bits, clip)
 
     def kv_quant(self) -> KVQuant:
-        bits, clip = self.pair("bits"), self.pair("clip")
-        return KVQuant(
-            (self.bits("bits.k", bits[0]), self.bits("bits.v", bits[1])),
-            self.clips("clip.k", clip[0]),
-            self.clips("clip.v", clip[1]),
-            self.number("group"),
-        )
+        raw_bits, raw_clips = self.pair("bits"), self.pair("clip")
+        bits = (self.bits("bits.k", raw_bits[0]), self.bits("bits.v", raw_bits[1]))
+        clips = (self.clips("clip.k", raw_clips[0]), self.clips("clip.v", raw_clips[1]))
+        for side, own, clip in zip("kv", bits, clips, strict=True):
+            self.has_ratio(f"clip.{side}", own, clip)
+        return KVQuant(bits, *clips, self.number("group"))
 
     # values; each returns something of the right type, and notes a problem if it had to invent it
 
@@ -274,25 +280,30 @@ class _Reader:
         return known[0]
 
     def bits(self, key: str, value: Any) -> int:
-        if type(value) is int and value in BITS:
+        if type(value) is int and value in RUN_BITS:
             return value
         self.wrong(f".{key}", "4, 8 or 16", value)
-        return 16
+        return WIDE
 
     def clips(self, key: str, value: Any) -> dict[int, float]:
         table = value if isinstance(value, Mapping) else {}
         ratios = all(type(c) in (int, float) and 0 < c <= 1 for c in table.values())
-        if not table or not set(table) <= {"4", "8"} or not ratios:
+        if not table or not set(table) <= set(CLIP_KEYS) or not ratios:
             self.wrong(f".{key}", 'a ratio above 0 and at most 1 for "4" or "8" bits', value)
             return {}
         return {int(bits): float(ratio) for bits, ratio in table.items()}
+
+    def has_ratio(self, key: str, bits: int, clip: Clips) -> None:
+        """Note a record without a ratio for the bits that it says itself."""
+        if clip and bits != WIDE and bits not in clip:
+            self.wrong(f".{key}", f'a ratio for "{bits}", the bits of the record', self.raw.get("clip"))
 
     def pair(self, key: str) -> tuple[Any, Any]:
         value = self.raw.get(key)
         if isinstance(value, Mapping) and set(value) == {"k", "v"}:
             return value["k"], value["v"]
         self.wrong(f".{key}", "one for `k` and one for `v`", value)
-        return 16, {"8": 1}
+        return WIDE, {"8": 1}
 
     def factors(self, block: int) -> Factors:
         value = self.raw.get("factors")

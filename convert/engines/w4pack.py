@@ -11,6 +11,7 @@ from w4pack.convert.engines.table import Engine, Finding, Rule
 VERSION = "artifact 1"
 
 TILE = 64  # rows, and columns, of a Marlin tile
+SPLIT_SITES = ("attn_out", "mlp_mid")  # in front of row-parallel linears
 
 
 def layout(model: Model, tp: int) -> Iterator[Finding]:
@@ -53,6 +54,21 @@ def k_order(model: Model, kind: Kind, tp: int) -> Hit:
     return checks.k_order(kind, tp)
 
 
+def online(model: Model, tp: int) -> Iterator[Finding]:
+    """Records of what runs between the linears that this model has no place or no kernel for."""
+    for item in model.facts.unfit:
+        yield Finding(item.where, item.expected, item.found)
+
+
+def online_split(model: Model, tp: int) -> Iterator[Finding]:
+    """Transforms that mix what different ranks hold."""
+    for record in model.quant.get("online") or () if tp > 1 else ():
+        order, block, site = (record.get(name) for name in ("order", "block", "site"))
+        if site in SPLIT_SITES and order and (order % tp or order // tp % block):
+            where = f"{checks.key(model, 'online')}: {site}"
+            yield Finding(where, f"blocks within {order}/{tp}", f"blocks of {block}")
+
+
 RULES = (
     Rule(
         "w4pack.layout", "refuses", "tensor layout", "the runtime reads the artifact only",
@@ -77,6 +93,15 @@ RULES = (
     Rule(
         "w4pack.k-order", "refuses", "act_perm of row-parallel modules",
         "a rank would need inputs of the others", "--fold-act-order for down_proj, --regroup", test=k_order,
+    ),
+    Rule(
+        "w4pack.online", "refuses", "online", "the loader would run another model, or has no kernel",
+        "--act-bits 16 and --kv-bits 16 need no kernel; else convert the 16-bit model again", whole=online,
+        run=True,
+    ),
+    Rule(
+        "w4pack.online-split", "refuses", "online", "a rank would need values of the others",
+        "convert the 16-bit model with --tp", whole=online_split,
     ),
 )  # fmt: skip
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from w4pack.convert.dialects.online import Hadamard, KVQuant, Online, misfit, parse
+from w4pack.convert.core.scheme import WIDE
+from w4pack.convert.dialects.online import Hadamard, KVQuant, Online, parse
 from w4pack.convert.errors import Refused
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.online import model_of
@@ -22,6 +23,7 @@ from w4pack.convert.quantize.skeleton import Skeleton
 from w4pack.convert.rotate.accounting import Model
 from w4pack.convert.rotate.rotation import Rotation
 from w4pack.convert.rotate.transform import rotate
+from w4pack.convert.source.online import misfits, place, plain
 
 CACHE_NAMES = ("cache", "past_key_values")  # how transformers' layers call it, the newer name first
 TRANSFORM_OF = {
@@ -64,10 +66,10 @@ class Cache:
 
     def clip(self, table: Mapping[int, float]) -> float:
         """Return the ratio of a table for the bits that are used."""
-        return 1.0 if self.bits == 16 else table[self.bits]
+        return 1.0 if self.bits == WIDE else table[self.bits]
 
     def _turned(self, keys: torch.Tensor, clip: float) -> torch.Tensor:
-        if self.bits == 16 or self.transform is None:
+        if self.bits == WIDE or self.transform is None:
             return fake_cache(keys, self.bits, clip)
         if self._square is None or self._square.device != keys.device:
             eye = torch.eye(self.transform.n, dtype=torch.float32, device=keys.device)
@@ -95,19 +97,12 @@ def runtime_of(
     """
     online = parse(records)
     settings, model = online.settings(act_bits, kv_bits), model_of(config, infos)
-    _check_widths(online, model, infos)
+    problems = tuple(misfits(online, place(config, infos, plain(infos.values()))))
+    if problems:
+        raise Refused.together(problems)
     return Runtime(
         online, sites_of(model), model.heads, frozenset(packed), settings.act_bits, settings.kv_bits
     )
-
-
-def _check_widths(online: Online, model: Model, infos: Mapping[str, TensorInfo]) -> None:
-    """Refuse a transform in front of the last linears that none of them reads through: it would not run."""
-    names = [f"{name}.weight" for layer in model.layers for name in layer.mlp.writers]
-    widths = {infos[name].shape[1] for name in names if name in infos and len(infos[name].shape) == 2}
-    for record in online.hadamard:
-        if record.site == "mlp_mid" and widths and record.order not in widths:
-            raise misfit(record.site, " or ".join(map(str, sorted(widths))), record.order)
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +145,7 @@ class Runtime:
                 site, own = self.sites[name], quantized and name in self.packed
                 memo = memos.setdefault((site, own), _Memo())
                 handles.append(module.register_forward_pre_hook(self._hook(site, own, memo)))
-        if quantized and self.kv_bits != 16:
+        if quantized and self.kv_bits != WIDE:
             handles.append(layer.register_forward_pre_hook(self._cached, with_kwargs=True))
         try:
             yield
@@ -171,7 +166,7 @@ class Runtime:
         """Return what a linear of a site is given: ``x`` transformed and quantized, in its own dtype."""
         turned = self.transformed(site, x)
         quant = self.online.acts.get(site)
-        if not quantized or quant is None or self.act_bits == 16:
+        if not quantized or quant is None or self.act_bits == WIDE:
             return turned.to(x.dtype)
         return fake_tokens(turned, self.act_bits, quant.clip[self.act_bits]).to(x.dtype)
 
@@ -216,4 +211,5 @@ class Runtime:
         return args, {**kwargs, name: self.cache()}
 
 
-NOTHING = Runtime(Online(), {}, 0, frozenset(), 16, 16)  # of a model whose runtime multiplies, and no more
+# Nothing runs but the products.
+NOTHING = Runtime(Online(), {}, 0, frozenset(), WIDE, WIDE)

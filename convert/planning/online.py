@@ -7,6 +7,7 @@ the records and who reads them.
 from collections.abc import Mapping
 from typing import Any
 
+from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.dialects.online import ACT_SITES
 from w4pack.convert.errors import Refused
 from w4pack.convert.files.tensorfile import TensorInfo
@@ -15,6 +16,7 @@ from w4pack.convert.rotate.accounting import Model, account
 from w4pack.convert.rotate.architecture import find
 from w4pack.convert.rotate.folding import head_size
 from w4pack.convert.rotate.plan import RotationPlan
+from w4pack.convert.source.online import refuse_architecture
 
 Table = Mapping[int, float]  # bits -> clip ratio
 ONLINE_TARGET = "marlin"
@@ -23,8 +25,8 @@ ONLINE_TARGET = "marlin"
 def runs_online(options: ConvertOptions) -> bool:
     """Tell whether the options ask for a model whose runtime does more than multiply."""
     asked = options.quantize
-    bits = (16, 16) if asked is None else (asked.act_bits, asked.kv_bits)
-    return options.rotate == "full" or bits != (16, 16)
+    bits = (WIDE, WIDE) if asked is None else (asked.act_bits, asked.kv_bits)
+    return options.rotate == "full" or bits != (WIDE, WIDE)
 
 
 def refuse_other_targets(options: ConvertOptions) -> None:
@@ -32,8 +34,8 @@ def refuse_other_targets(options: ConvertOptions) -> None:
     asked = options.quantize
     found = [
         *(["transforms (R3, across heads, R4)"] if options.rotate == "full" else []),
-        *([f"{asked.act_bits}-bit activations"] if asked and asked.act_bits != 16 else []),
-        *([f"a {asked.kv_bits}-bit cache"] if asked and asked.kv_bits != 16 else []),
+        *([f"{asked.act_bits}-bit activations"] if asked and asked.act_bits != WIDE else []),
+        *([f"a {asked.kv_bits}-bit cache"] if asked and asked.kv_bits != WIDE else []),
     ]
     if not found or (options.to == ONLINE_TARGET and asked is not None):
         return
@@ -51,21 +53,8 @@ def model_of(config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> Mode
     """Return a model with the place of every linear. Raises Refused for a class that the runtime lacks."""
     architecture = find(config)
     model = account(architecture, config, infos)
-    reason = None
-    if architecture.norm == "layer":
-        reason = "LayerNorm, which subtracts a mean"
-    elif architecture.latents:
-        reason = "attention through latent vectors"
-    if reason is None:
-        return model
-    raise Refused(
-        "the runtime of 4-bit activations does not run this architecture",
-        code="online-architecture",
-        where="config.json: architectures",
-        expected="RMSNorm, and keys and values in heads of their own",
-        found=f"{architecture.classes[0]}: {reason}",
-        hint="`--rotate offline` and weights in 4 bit alone run",
-    )
+    refuse_architecture(architecture)
+    return model
 
 
 def records(
@@ -123,27 +112,3 @@ def _head(model: Model) -> int:
         expected="one head size",
         found=", ".join(map(str, sizes)),
     )
-
-
-def describe(online: list[Mapping[str, Any]]) -> list[str]:
-    """Return lines for people: what runs online, and with which ratios."""
-    lines = []
-    names = {"residual_read": "R1", "qk": "R3", "attn_out": "across heads", "mlp_mid": "R4"}
-    turns = [
-        f"{names[r['site']]} {r['order']}"
-        + (f" in blocks of {r['block']}" if r["block"] != r["order"] else "")
-        for r in online
-        if r["kind"] == "hadamard"
-    ]
-    if turns:
-        lines.append("transforms " + ", ".join(turns))
-    for bits in ("4", "8"):
-        ratios = [f"{r['site']} {r['clip'][bits]:g}" for r in online if r["kind"] == "act_quant"]
-        ratios += [
-            f"{what} {r['clip'][what][bits]:g}"
-            for r in online
-            if r["kind"] == "kv_quant"
-            for what in ("k", "v")
-        ]
-        lines.append(f"clip ratios at {bits} bit: {', '.join(ratios)}")
-    return lines

@@ -4,14 +4,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from w4pack.convert.core.patterns import matcher
-from w4pack.convert.core.scheme import ONE_GROUP
+from w4pack.convert.core.scheme import ONE_GROUP, RUN_BITS, WIDE
 from w4pack.convert.errors import UsageError
 
 METHODS = ("gptq", "rtn")
 GROUP_SIZES = (ONE_GROUP, 32, 64, 128)
 BITS = (4, 8)
 LEFT = 16  # bits of a linear that is left as it is
-RUN_BITS = (16, 8, 4)  # of activations and of the cache at run time; 16: not quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,8 @@ class QuantizeOptions:
     samples: int = 128
     seqlen: int = 2048
     damp: float = 0.03
-    act_bits: int = 16
-    kv_bits: int = 16
+    act_bits: int = WIDE
+    kv_bits: int = WIDE
 
     def check(self) -> None:
         """Raise UsageError for values that make no sense."""

@@ -8,14 +8,15 @@ from typing import Any
 
 from w4pack.convert.core import dtypes
 from w4pack.convert.core.facts import ModelFacts, Warning_
+from w4pack.convert.dialects.online import parse
 from w4pack.convert.errors import name_some
 from w4pack.convert.events import size_text, time_text
 from w4pack.convert.planning.decisions import LayerPlan
 from w4pack.convert.planning.fitting import WIDENED
-from w4pack.convert.planning.online import describe as describe_online
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.rotation import describe, memory_of
 from w4pack.convert.planning.targets import TARGETS
+from w4pack.convert.source import online_shown
 from w4pack.convert.source.detect import Source
 
 TPS = (1, 2, 4, 8)
@@ -144,7 +145,7 @@ def _rotated(plan: Plan) -> list[str]:
 
 def _online(plan: Plan) -> list[str]:
     records = (plan.quant_config or {}).get("online")
-    return describe_online(records) if records else []
+    return online_shown.lines(online_shown.to_json(parse(records))) if records else []
 
 
 def _layer_line(layer: LayerPlan) -> str:

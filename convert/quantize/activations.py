@@ -19,7 +19,6 @@ import torch
 
 # Scales of the cache: float16's smallest normal value, and the largest at which n * s is a float16 value too.
 SMALLEST, LARGEST = 2.0**-14, {4: 4364.0, 8: 256.75}
-BITS = (4, 8)
 
 
 class CacheCodes(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from w4pack.convert.quantize.activations import BITS
+from w4pack.convert.core.scheme import RUN_CODES
 
 Table = Mapping[int, float]  # bits -> ratio
 
@@ -45,7 +45,7 @@ def trials(sites: Mapping[str, str]) -> list[Trial]:
     """Return everything to try for a model: module -> site."""
     tried = [(site, RATIOS) for site in dict.fromkeys(sites.values())]
     tried += [(what, CACHE_RATIOS) for what in (KEYS, VALUES)]
-    return [Trial(what, bits, ratio) for what, table in tried for bits in BITS for ratio in table[bits]]
+    return [Trial(what, bits, ratio) for what, table in tried for bits in RUN_CODES for ratio in table[bits]]
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Costs:
     def _best(self, what: str, defaults: Table) -> dict[int, float]:
         """Return bits -> the ratio of least cost; a default where none was tried."""
         made = {}
-        for bits in BITS:
+        for bits in RUN_CODES:
             costs = {t.ratio: c for t, c in self.found.items() if (t.what, t.bits) == (what, bits)}
             made[bits] = cheapest(costs) if costs else defaults[bits]
         return made

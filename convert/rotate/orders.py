@@ -8,10 +8,14 @@ equally, so the cheapest split is taken.
 from collections.abc import Iterator
 from functools import lru_cache
 
+import numpy as np
+
 from w4pack.convert.rotate.constructions import (
+    BUILDERS,
     GOETHALS_SEIDEL_ROWS,
     WILLIAMSON_ROWS,
     Construction,
+    matrix,
     prime_power,
 )
 
@@ -34,6 +38,23 @@ def direct(n: int) -> Construction | None:
     if n // 4 in WILLIAMSON_ROWS:
         return "williamson"
     return "goethals_seidel" if n // 4 in GOETHALS_SEIDEL_ROWS else None
+
+
+@lru_cache(maxsize=1024)
+def exists(n: int, construction: str) -> bool:
+    """Tell whether a construction, by any name, gives a Hadamard matrix of order n.
+
+    Powers of two by Sylvester need no look at the entries; all others are multiplied out.
+    """
+    if construction == "sylvester":
+        return n > 0 and n & (n - 1) == 0
+    if construction not in BUILDERS or not 0 < n <= LARGEST:
+        return False
+    try:
+        h = matrix(n, construction).astype(np.int32)
+    except (KeyError, ValueError, IndexError):  # no rows, no field, no halves of that order
+        return False
+    return h.shape == (n, n) and bool((h @ h.T == n * np.eye(n, dtype=np.int32)).all())
 
 
 @lru_cache(maxsize=1024)

@@ -5,16 +5,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from w4pack.convert.core.facts import LayerFacts, ModelFacts
+from w4pack.convert.dialects.online import Online
 from w4pack.convert.engines.rules import max_tp
 from w4pack.convert.errors import name_some
 from w4pack.convert.events import size_text
 from w4pack.convert.formats import FORMATS
+from w4pack.convert.source import online_shown
 
 SCHEMA = 1
 
 
-def describe(facts: ModelFacts, path: str) -> dict[str, Any]:
-    """Return the object of ``inspect --json``."""
+def describe(facts: ModelFacts, path: str, records: Online) -> dict[str, Any]:
+    """Return the object of ``inspect --json``. ``records``: what an artifact's runtime does, if anything."""
     layers = [_layer(layer, facts) for layer in facts.layers]
     weights = sum(layer.in_features * layer.out_features for layer in facts.layers)
     return {
@@ -29,6 +31,7 @@ def describe(facts: ModelFacts, path: str) -> dict[str, Any]:
         "layers": layers,
         "other": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in facts.dense],
         "tied": tied(facts),
+        "online": online_shown.to_json(records) if records else None,
         "warnings": [
             {"code": w.code, "where": w.where, "expected": w.expected, "found": w.found, "text": w.text()}
             for w in facts.warnings
@@ -122,6 +125,8 @@ def text(value: Mapping[str, Any]) -> str:
         "other     "
         + (", ".join(f"{count} tensors {dtype}" for dtype, count in dtypes.most_common()) or "none")
     )
+    running = online_shown.lines(value["online"]) if value["online"] else []
+    lines += [f"{'' if i else 'online':<10}{line}" for i, line in enumerate(running)]
     if value["tied"]:
         lines.append(f"tied      {', '.join(value['tied'])}")
     lines.append(f"evidence  {value['evidence']}: {size_text(value['bytes_read'])} read")

@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError
 from w4pack.kernels import devices, launch, linears, placement, transfer
 from w4pack.kernels.artifact import Artifact, open_artifact
-from w4pack.kernels.hf import joins, online, quantizer, skeleton
+from w4pack.kernels.hf import joins, online, quantizer, skeleton, wiring
 from w4pack.kernels.hf.joins import Joins
 from w4pack.kernels.hf.skeleton import Skeleton
 from w4pack.kernels.modules import FusedLinear
@@ -72,7 +72,7 @@ def load(
     model.to(target)  # buffers that are computed; everything else is there
     joins.check_orders(model)
     if running is not None:
-        online.wire(frame, running)
+        wiring.wire(frame, running)
     _finish(model, artifact)
     return model
 

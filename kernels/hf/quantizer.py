@@ -24,7 +24,7 @@ from w4pack.convert.dialects import w4pack as dialect
 from w4pack.convert.errors import Refused, UsageError
 from w4pack.kernels import launch
 from w4pack.kernels.artifact import open_artifact
-from w4pack.kernels.hf import joins, online, skeleton
+from w4pack.kernels.hf import joins, online, skeleton, wiring
 
 METHOD = "w4pack"
 ACTIVATIONS = (torch.float16, torch.bfloat16)
@@ -98,7 +98,7 @@ class W4PackQuantizer(HfQuantizer):
         joins.check_orders(model)
         joins.join(self.skeleton, self.joins)
         if self.running is not None:
-            online.wire(self.skeleton, self.running)
+            wiring.wire(self.skeleton, self.running)
         del self.skeleton, self.joins, self.running, self.dtypes
         return model
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from w4pack.convert.core.scheme import WIDE
 from w4pack.kernels import experts, gradient
 from w4pack.kernels.experts import PackedExperts, StackedLinear
 from w4pack.kernels.quarot import int_moe_ops
-from w4pack.kernels.quarot.fronts import WIDE, Front
+from w4pack.kernels.quarot.fronts import Front
 from w4pack.kernels.quarot.modules import order_of
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from w4pack.convert.core.scheme import WIDE
 from w4pack.kernels.quarot import quantize_ops
 
-WIDE = 16  # bits of what is not quantized
 UNIT = 64  # columns that the operators' output is padded to
 Codes = tuple[torch.Tensor, torch.Tensor]
 

@@ -13,14 +13,16 @@ of page ``block_table[sequence, slot // 64]``. Parameters are halves, so a head 
 
 from typing import TYPE_CHECKING
 
+from w4pack.convert.core.scheme import RUN_CODES
+from w4pack.convert.dialects.online import HEAD_SIZES
 from w4pack.kernels.checks import require
 
 if TYPE_CHECKING:
     import torch
 
 PAGE = 64  # tokens
-BITS = (4, 8)
-HEAD_DIMS = (64, 80, 96, 128, 256)
+BITS = RUN_CODES
+HEAD_DIMS = HEAD_SIZES
 PARAM_BYTES = 4  # scale and zero, of one head and token
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from w4pack.convert.core.scheme import WIDE
 from w4pack.kernels import gradient, modules
 from w4pack.kernels.modules import PackedLinear
 from w4pack.kernels.quarot import int_ops, int_tiles
-from w4pack.kernels.quarot.fronts import WIDE, Front
+from w4pack.kernels.quarot.fronts import Front
 from w4pack.kernels.spec import SUFFIXES, LinearSpec
 
 Tensors = Mapping[str, torch.Tensor | None]

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from w4pack.convert.errors import UsageError
-from w4pack.convert.rotate import constructions, orders, rotation
+from w4pack.convert.rotate import orders, rotation
 from w4pack.convert.rotate.transform import rotate
 
 if TYPE_CHECKING:
@@ -92,27 +90,9 @@ def _of(key: str) -> Transform:
     if min(m for m, _ in found.factors) < 1 or math.prod(m for m, _ in found.factors) != block:
         raise _unknown(key, f"factors whose product is the block, {block}")
     for m, kind in found.factors:
-        _check_factor(key, m, kind)
+        if not orders.exists(m, kind):
+            raise _unknown(key, f"a construction of order {m}", f"{m}-{kind}")
     return found
-
-
-def _check_factor(key: str, m: int, kind: str) -> None:
-    """Refuse a factor that is no Hadamard matrix; powers of two need no look at the entries."""
-    if kind == "sylvester":
-        holds = m & (m - 1) == 0
-    else:
-        holds = kind in constructions.BUILDERS and m <= orders.LARGEST and _is_hadamard(m, kind)
-    if not holds:
-        raise _unknown(key, f"a construction of order {m}", f"{m}-{kind}")
-
-
-def _is_hadamard(m: int, kind: str) -> bool:
-    try:
-        h = constructions.matrix(m, kind).astype(np.int32)
-    except (KeyError, ValueError, IndexError):  # no rows, no field, no halves of that order
-        return False
-    wanted = m * np.eye(m, dtype=np.int32)
-    return h.shape == (m, m) and bool((h @ h.T == wanted).all())
 
 
 def _unknown(key: str, expected: str, found: str | None = None) -> UsageError:

@@ -26,7 +26,7 @@ from engine_models import (
     without,
 )
 
-from w4pack.convert.core.facts import ModelFacts
+from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.engines.model import survey
 from w4pack.convert.engines.rules import ENGINES, engine_version, evaluate, max_tp, render_markdown, suggest
 from w4pack.convert.engines.table import Rule
@@ -429,6 +429,13 @@ TRANSFORMERS = (
     Case("transformers.scale-dtype", gptq(block(scale_dtype="BF16")), gptq()),
 )
 
+
+def online(**changes: object) -> ModelFacts:
+    """Return an artifact with a transform in front of down_proj."""
+    record = {"kind": "hadamard", "site": "mlp_mid", "order": 512, **changes}
+    return replace(artifact(), quant_config={"quant_method": "w4pack", "online": [record]})
+
+
 ORDERED = changed(block("marlin"), "down_proj", act_order="groups")
 W4PACK = (
     Case("w4pack.layout", gptq(), artifact()),
@@ -452,6 +459,12 @@ W4PACK = (
         artifact(changed(block("marlin"), "up_proj", act_order="groups")),
         tp=2,
     ),
+    Case(
+        "w4pack.online",
+        replace(artifact(), unfit=(Warning_("head-size", "head_dim", "64", "72"),)),
+        artifact(),
+    ),
+    Case("w4pack.online-split", online(block=512), online(block=256), tp=2),
 )
 
 PACKED_HEAD = replace(HEAD, layout="marlin", act_order="none")

@@ -1,0 +1,182 @@
+"""Whether a model has a place for all that its ``online`` records say: loader, `eval` and `check` ask here.
+
+Names and widths are enough: nothing but headers is read.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from w4pack.convert.core.scheme import WIDE
+from w4pack.convert.dialects.online import HEAD_SIZES, Online, Settings, misfit, parse
+from w4pack.convert.errors import Refused, W4PackError
+from w4pack.convert.files.tensorfile import TensorInfo
+from w4pack.convert.rotate import orders
+from w4pack.convert.rotate.accounting import Layer, layers_of
+from w4pack.convert.rotate.architecture import Architecture, find
+from w4pack.convert.source.detect import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """What records touch of a linear.
+
+    width  features that it reads
+    odd    what no integer product takes, ``act-order`` or ``zero points``; "" for neither, and in 16 bit
+    """
+
+    width: int
+    odd: str = ""
+
+    @staticmethod
+    def packed(width: int, *, sym: bool, act_order: bool) -> "Linear":
+        """Return a packed linear."""
+        return Linear(width, "act-order" if act_order else "" if sym else "zero points")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A model by the description of its class: its decoder layers, by names of the file."""
+
+    architecture: Architecture
+    layers: tuple[Layer, ...]
+    linears: Mapping[str, Linear]
+    heads: int
+
+    @property
+    def hidden(self) -> set[int]:
+        """Widths of what reads the residual stream."""
+        return self._widths(name for x in self.layers for name in (*x.attention.readers, *x.mlp.readers))
+
+    @property
+    def inner(self) -> set[int]:
+        """Widths of what MLPs and experts read last."""
+        return self._widths(name for layer in self.layers for name in layer.mlp.writers)
+
+    @property
+    def head_sizes(self) -> set[int]:
+        """Lengths of the value heads, from what reads them: no key of a config says it for every model."""
+        found = self._widths(name for layer in self.layers for name in layer.attention.writers)
+        return {width // self.heads for width in found}
+
+    def _widths(self, names: Iterator[str]) -> set[int]:
+        return {self.linears[name].width for name in names if name in self.linears}
+
+
+def refuse_architecture(architecture: Architecture) -> None:
+    """Raise Refused for a class that no runtime of ``online`` records runs."""
+    reason = "LayerNorm, which subtracts a mean" if architecture.norm == "layer" else ""
+    if architecture.latents:
+        reason = "attention through latent vectors"
+    if reason:
+        raise Refused(
+            "the runtime of 4-bit activations does not run this architecture",
+            code="online-architecture",
+            where="config.json: architectures",
+            expected="RMSNorm, and keys and values in heads of their own",
+            found=f"{architecture.classes[0]}: {reason}",
+            hint="`--rotate offline` and weights in 4 bit alone run",
+        )
+
+
+def place(config: Mapping[str, Any], tensors: Iterable[str], linears: Mapping[str, Linear]) -> Place:
+    """Find the places of a model that records speak of.
+
+    tensors  names of all tensors of the files; a packed linear counts by its ``weight``
+    linears  by name, packed or not
+
+    Raises Refused for a class without description or runtime, SourceError for modules that are missing.
+    """
+    architecture = find(config)
+    refuse_architecture(architecture)
+    layers = layers_of(architecture, config, tensors)
+    heads = config.get("num_attention_heads")
+    if type(heads) is not int or heads < 1:
+        raise misfit("attn_out", "a number of heads in config.json: num_attention_heads", heads)
+    return Place(architecture, layers, linears, heads)
+
+
+def misfits(records: Online, at: Place) -> Iterator[W4PackError]:
+    """Yield what a model has no place for, whatever bits are chosen: it would run as another model."""
+    wanted = {
+        "residual_read": at.hidden,
+        "qk": at.head_sizes,
+        "attn_out": {at.heads},
+        "mlp_mid": at.inner,
+    }
+    for record in records.hadamard:
+        sizes = wanted[record.site]
+        if record.order not in sizes or (record.site == "qk" and len(sizes) > 1):
+            yield misfit(record.site, _either(sizes), record.order)
+        for order, construction in record.factors:
+            if not orders.exists(order, construction):
+                yield misfit(
+                    record.site, f"a construction of order {order}", f"{construction} of order {order}"
+                )
+    if records.kv is not None and {records.kv.group} != at.head_sizes:
+        yield misfit("kv_quant", f"head size {_either(at.head_sizes)}", records.kv.group)
+
+
+def without_kernel(settings: Settings, at: Place) -> Iterator[W4PackError]:
+    """Yield what no kernel runs at these bits: head sizes of the cache, weights of integer products."""
+    for size in sorted(at.head_sizes if settings.kv_bits != WIDE else ()):
+        if size not in HEAD_SIZES:
+            yield Refused(
+                "no quantized cache for this head size",
+                code="head-size",
+                where="config.json: head_dim",
+                expected=", ".join(map(str, HEAD_SIZES)),
+                found=str(size),
+                hint="--kv-bits 16",
+            )
+    blocks = [block for layer in at.layers for block in (layer.attention, layer.mlp)]
+    for name in (name for block in blocks for name in (*block.readers, *block.writers)):
+        odd = at.linears[name].odd if settings.act_bits != WIDE else ""
+        if odd:
+            yield Refused(
+                "4-bit and 8-bit activations are multiplied with symmetric weights in order only",
+                code="act-bits",
+                where=name,
+                expected="symmetric, without act-order",
+                found=odd,
+                hint="--act-bits 16",
+            )
+
+
+def _either(sizes: set[int]) -> str:
+    return " or ".join(map(str, sorted(sizes))) or "none"
+
+
+def problems_of(source: Source) -> tuple[W4PackError, ...]:
+    """Return what stops w4pack's loader from running the records of an artifact as they were calibrated."""
+    records = records_of(source)
+    if not records:
+        return ()
+    try:
+        settings = records.settings()
+        at = place(source.config, source.checkpoint.tensors, _linears(source))
+    except W4PackError as err:
+        return err.problems or (err,)
+    return (*misfits(records, at), *without_kernel(settings, at))
+
+
+def records_of(source: Source) -> Online:
+    """Return the records of an artifact; none for another checkpoint, and none where some are not known."""
+    own = source.claims is not None and source.claims.method == "w4pack"
+    if not own or (source.claims is not None and source.claims.refusals):
+        return Online()
+    return parse((source.quant_config or {}).get("online", []))
+
+
+def _linears(source: Source) -> dict[str, Linear]:
+    found = plain(source.dense)
+    for layer in source.layers:  # by tensors, as the loader sees it: whatever values are in them
+        sym, act_order = "weight_zero_point" not in layer.tensors, "act_perm" in layer.tensors
+        found[layer.name] = Linear.packed(layer.scheme.in_features, sym=sym, act_order=act_order)
+    return found
+
+
+def plain(tensors: Iterable[TensorInfo]) -> dict[str, Linear]:
+    """Return the linears in 16 bit among some tensors."""
+    weights = [t for t in tensors if t.name.endswith(".weight") and len(t.shape) == 2]
+    return {t.name.removesuffix(".weight"): Linear(t.shape[1]) for t in weights}

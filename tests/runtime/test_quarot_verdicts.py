@@ -1,0 +1,225 @@
+"""`check`, the loader and `eval` judge ``online`` records alike; `inspect` says what they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from click.testing import CliRunner  # noqa: E402
+
+import w4pack  # noqa: E402
+from runtime import quarot_models as models  # noqa: E402
+from w4pack import cli  # noqa: E402
+from w4pack.convert import check, convert, evaluate, inspect  # noqa: E402
+from w4pack.convert.errors import W4PackError  # noqa: E402
+from w4pack.convert.planning.quantize_options import QuantizeOptions  # noqa: E402
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+SPLIT = "w4pack.online-split"
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.artifact("llama", tmp_path_factory.mktemp("llama"), **SMALL)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog " * 4)
+    return path
+
+
+def edited(out: Path, place: Path, change: Change, kind: str, site: str | None) -> Path:
+    """Copy an artifact, and change its records of a kind (and site)."""
+    shutil.copytree(out, place / "copy")
+
+    def one(record: dict[str, Any]) -> dict[str, Any]:
+        meant = record["kind"] == kind and site in (None, record.get("site"))
+        return change(dict(record)) if meant else record
+
+    models.edit_online(place / "copy", lambda records: [one(record) for record in records])
+    return place / "copy"
+
+
+def order(size: int) -> Change:
+    return lambda r: {**r, "order": size, "block": size, "factors": [[size, "sylvester"]]}
+
+
+# kind, site, change, whether numbers would be others (`eval` refuses too) or only a kernel is missing
+CASES: dict[str, tuple[str, str | None, Change, bool]] = {
+    "nothing": ("hadamard", None, dict, False),
+    "width of R3": ("hadamard", "qk", order(128), True),
+    "width across heads": ("hadamard", "attn_out", order(4), True),
+    "width of R4": ("hadamard", "mlp_mid", order(128), True),
+    "a stream that is transformed": (
+        "hadamard",
+        "attn_out",
+        lambda r: {**order(128)(r), "site": "residual_read"},
+        True,
+    ),
+    "a construction": (
+        "hadamard",
+        "mlp_mid",
+        lambda r: {**r, "factors": [[12, "williamson"], [16, "sylvester"]]},
+        True,
+    ),
+    "no construction": (
+        "hadamard",
+        "mlp_mid",
+        lambda r: {**r, "factors": [[12, "magic"], [16, "sylvester"]]},
+        True,
+    ),
+    "group of the cache": ("kv_quant", None, lambda r: {**r, "group": 32}, True),
+    "bits without ratio": ("act_quant", "mlp_in", lambda r: {**r, "clip": {"8": 1.0}}, True),
+    "other bits at a site": (
+        "act_quant",
+        "attn_in",
+        lambda r: {**r, "bits": 8, "clip": {"8": 1.0}},
+        False,
+    ),
+    "bits that no other site has": (
+        "act_quant",
+        "attn_in",
+        lambda r: {**r, "bits": 4, "clip": {"4": 0.9}},
+        False,
+    ),
+    "unknown bits": ("act_quant", "attn_in", lambda r: {**r, "bits": 5}, True),
+    "unknown kind": ("kv_quant", None, lambda r: {**r, "kind": "kv_rotate"}, True),
+    "unknown key": ("hadamard", "qk", lambda r: {**r, "seed": 1}, True),
+}
+
+
+def refusal(run: Callable[[], Any]) -> W4PackError | None:
+    try:
+        run()
+    except W4PackError as err:
+        return err
+    return None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_check_says_what_loading_and_eval_do(case: str, out: Path, text: Path, tmp_path: Path) -> None:
+    kind, site, change, both = CASES[case]
+    folder = edited(out, tmp_path, change, kind, site)
+    found: list[list[dict[str, Any]]] = []
+    asked = refusal(lambda: found.append(check(folder, engines=["w4pack"])))
+    loaded = refusal(lambda: w4pack.load(folder))
+    taken = asked is None and found[0][0]["ok"]
+    assert taken is (loaded is None)
+    measured = refusal(lambda: evaluate(folder, text, windows=1, seqlen=16))
+    assert (measured is not None) is both
+    if found and not taken:
+        (result,) = found[0][0]["results"]
+        wheres = [(b["rule"], b["layer"], b["found"]) for b in result["blockers"]]
+        problems = (loaded.problems or (loaded,)) if loaded else ()
+        assert wheres == [("w4pack.online", p.where, p.found) for p in problems]
+
+
+def test_a_head_size_without_kernel_is_said_before_it_is_loaded(tmp_path: Path) -> None:
+    plain = models.source("llama", tmp_path / "source", **SMALL, head_dim=72)
+    options = QuantizeOptions(method="rtn", group_size=-1, kv_bits=4)
+    convert(plain, tmp_path / "out", quantize=options)
+    (answer,) = check(tmp_path / "out", engines=["w4pack"])
+    (blocker,) = answer["results"][0]["blockers"]
+    loaded = refusal(lambda: w4pack.load(tmp_path / "out"))
+    assert loaded is not None and (loaded.where, loaded.found) == (blocker["layer"], blocker["found"])
+    assert refusal(lambda: w4pack.load(tmp_path / "out", kv_bits=16)) is None
+
+
+def test_zero_points_are_seen_in_every_layer(out: Path, tmp_path: Path) -> None:
+    """Records of activations beside weights that no integer product takes."""
+    plain = models.source("llama", tmp_path / "source", **SMALL)
+    options = QuantizeOptions(method="rtn", group_size=64, sym=False, kv_bits=4)
+    convert(plain, tmp_path / "out", quantize=options)
+    assert check(tmp_path / "out", engines=["w4pack"])[0]["ok"]
+    acts = [r for r in _records(out) if r["kind"] == "act_quant"]
+    models.edit_online(tmp_path / "out", lambda records: [*records, *acts])
+    (answer,) = check(tmp_path / "out", engines=["w4pack"])
+    (result,) = answer["results"]
+    loaded = refusal(lambda: w4pack.load(tmp_path / "out"))
+    assert loaded is not None and len(loaded.problems) == len(result["blockers"]) == 14
+    assert {b["found"] for b in result["blockers"]} == {"zero points"}
+
+
+def test_ranks_do_not_share_a_transform(out: Path) -> None:
+    (answer,) = check(out, engines=["w4pack"], tp=[2])
+    found = {b["layer"]: b["found"] for b in answer["results"][0]["blockers"] if b["rule"] == SPLIT}
+    where = "config.json: quantization_config.online: "
+    assert found == {f"{where}attn_out": "blocks of 2", f"{where}mlp_mid": "blocks of 192"}
+
+
+# ---- inspect ---------------------------------------------------------------------------------------
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = json.loads((folder / "config.json").read_text())["quantization_config"][
+        "online"
+    ]
+    return records
+
+
+def test_inspect_shows_every_record(out: Path) -> None:
+    online = inspect(out)["online"]
+    shown = [
+        *({"kind": "hadamard", "signs": None, **h} for h in online["transforms"]),
+        *({"kind": "act_quant", "symmetric": True, **a} for a in online["activations"]),
+        {"kind": "kv_quant", **online["cache"]},
+    ]
+    assert shown == _records(out)
+    assert (online["act_bits"], online["kv_bits"]) == (4, 4)
+    assert online["act_bits_allowed"] == online["kv_bits_allowed"] == [4, 8, 16]
+
+
+def test_inspect_says_it_in_words(out: Path, tmp_path: Path) -> None:
+    def said(folder: Path) -> list[str]:
+        done = CliRunner().invoke(cli.root, ["inspect", str(folder)])
+        assert done.exit_code == 0, done.output
+        lines = done.stdout.splitlines()
+        return lines[lines.index(next(x for x in lines if x.startswith("online"))) : -1]
+
+    assert said(out) == [
+        "online    transform R3 on q and k: 64",
+        "          transform across heads: 2",
+        "          transform R4 before down: 192 = 12 paley1 x 16",
+        "          activations 4 bit (or 8, 16), cache 4 bit (or 8, 16)",
+        "          clip ratios at 4 bit: attn_in 0.9, attn_out 0.85, mlp_in 0.95, mlp_mid 0.8, k 0.95, v 0.9",
+        "          clip ratios at 8 bit: attn_in 1, attn_out 1, mlp_in 1, mlp_mid 1, k 1, v 1",
+    ]
+    folder = edited(out, tmp_path, lambda r: {**r, "bits": 4, "clip": {"4": 0.9}}, "act_quant", None)
+    assert "          activations 4 bit (or 16), cache 4 bit (or 8, 16)" in said(folder)
+
+
+def test_inspect_of_what_has_no_records_says_none(tmp_path: Path, out: Path) -> None:
+    shutil.copytree(out, tmp_path / "copy")
+    models.edit_online(tmp_path / "copy", lambda records: [])
+    assert inspect(tmp_path / "copy")["online"] is None
+
+
+def test_inspect_of_unknown_records_names_them(tmp_path: Path, out: Path) -> None:
+    folder = edited(out, tmp_path, lambda r: {**r, "kind": "kv_rotate"}, "kv_quant", None)
+    value = inspect(folder)
+    assert value["online"] is None
+    assert [p["where"] for p in value["problems"]] == ["config.json: online.7.kind"]
