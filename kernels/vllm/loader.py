@@ -8,6 +8,7 @@ import copy
 import re
 import time
 from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +16,16 @@ from torch import nn
 from vllm.distributed import get_pp_group
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
+from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
 
-from w4pack.convert.errors import Refused, UsageError, W4PackError, name_some
+from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError, name_some
+from w4pack.convert.files.checkpoint import CONFIG
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels import hashes, transfer
 from w4pack.kernels.packed import shown, tensor_error
 from w4pack.kernels.vllm import source
 from w4pack.kernels.vllm.config import W4PackConfig
-from w4pack.kernels.vllm.lazy import Ledger, Watch, names
+from w4pack.kernels.vllm.lazy import FileTensor, Ledger, Watch, names
 from w4pack.kernels.vllm.linear import W4PackLinearMethod
 from w4pack.kernels.vllm.moe import W4PackMoEMethod
 from w4pack.kernels.vllm.unusable import METHOD
@@ -32,6 +35,7 @@ OPTIONS: dict[str, tuple[type[int], int]] = {
     "threads": (int, 1),
     "check_hashes": (bool, False),
 }  # type, least
+MODEL_ERRORS = (AssertionError, IndexError, KeyError, RuntimeError, ValueError)  # of code that takes tensors
 COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # old files hold them
 
 
@@ -50,6 +54,7 @@ class W4PackModelLoader(DefaultModelLoader):
         super().__init__(plain)
         self._model: nn.Module | None = None  # that is being loaded
         self._config: Any = None
+        self._taking: FileTensor | None = None  # what the engine's code was given last
         self._is_online = False
 
     def load_model(self, vllm_config: Any, model_config: Any, **more: Any) -> Any:
@@ -69,7 +74,8 @@ class W4PackModelLoader(DefaultModelLoader):
         """Fill the model's parameters.
 
         Raises:
-            SourceError: of an artifact, tensors that are missing, too many, or not as they were written.
+            SourceError: of an artifact, tensors that are missing, too many, or not as they were written; of
+                any checkpoint, a tensor that the model's code stops at.
         """
         self._model, self._config = model, model_config
         if model_config.quantization == METHOD:
@@ -77,8 +83,12 @@ class W4PackModelLoader(DefaultModelLoader):
         self.counter_before_loading_weights = time.perf_counter()  # the engine logs how long it took
         try:
             super().load_weights(model, model_config)
+        except MODEL_ERRORS as err:
+            if self._taking is None or isinstance(err, torch.OutOfMemoryError):
+                raise
+            raise _not_taken(self._taking.info, err, model_config) from err
         finally:
-            self._model = None
+            self._model = self._taking = None
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
         """Yield (name, tensor) of all weights: unread while a model is loaded, else read one by one.
@@ -106,14 +116,24 @@ class W4PackModelLoader(DefaultModelLoader):
             return
         with Watch(ledger, threads):
             for name, tensor in names(tensors, ledger):
+                self._taking = tensor
                 yield origin.prefix + name, tensor
+        self._taking = None
         if is_artifact:
             _check_taken(self._model, tensors, ledger, self._config.hf_text_config)
         ledger.execute(threads)
 
     def _folder(self, name: str, revision: str | None, subfolder: str | None = None) -> str:
-        """Return the folder of a model, downloaded if need be."""
+        """Return the folder of a model, with its settings, downloaded if need be.
+
+        The engine keeps settings in the Hub's own cache, and with ``--download-dir`` only weights elsewhere.
+        """
         folder: str = self._prepare_weights(name, subfolder, revision, False, None)[0]
+        if not source.is_folder(name):
+            for file in (CONFIG, *([hashes.MANIFEST] if self.options.get("check_hashes") else [])):
+                if not (Path(folder) / file).is_file():
+                    path = file if subfolder is None else f"{subfolder}/{file}"
+                    download_weights_from_hf(name, self.load_config.download_dir, [path], revision)
         return folder
 
     def _check_files(self, folder: str) -> None:
@@ -210,6 +230,18 @@ def _check_built(model: nn.Module, config: Any, *, is_online: bool) -> None:
             found=f"{len(built)} packed layers",
             hint="start the engine without quantizing once more" if is_online else None,
         )
+
+
+def _not_taken(info: TensorInfo, err: Exception, model_config: Any) -> SourceError:
+    """Return the error for a tensor at which a model's code has stopped: it does not say which one."""
+    return SourceError(
+        "the engine's model does not take a tensor of the checkpoint",
+        code="tensor-mismatch",
+        where=f"{info.file}, {info.name}",
+        expected="a tensor as config.json says",
+        found=f"{shown(info)}; {type(err).__name__}: {' '.join(str(err).split())[:200]}",
+        hint=f"w4pack verify {model_config.model}" if model_config.quantization == METHOD else None,
+    )
 
 
 def _check_taken(model: nn.Module, tensors: Mapping[str, TensorInfo], ledger: Ledger, config: Any) -> None:

@@ -53,8 +53,8 @@ def attempt(run: Runner, case: dict[str, Any], out: Path) -> None:
 
 
 def cause(err: BaseException) -> str:
-    """Return what the innermost exception says, on one line."""
-    while err.__cause__ is not None:
+    """Return what the innermost exception says, on one line; of ours it is what the user is told."""
+    while err.__cause__ is not None and not type(err).__module__.startswith("w4pack."):
         err = err.__cause__
     return f"{type(err).__name__}: {' '.join(str(err).split())}"[:400]
 

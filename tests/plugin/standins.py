@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -79,7 +80,38 @@ class Head(nn.Module):
 
 
 class Loader:
-    """As ``DefaultModelLoader``."""
+    """As ``DefaultModelLoader``: a folder, or a repository that a test has put into a cache."""
+
+    def __init__(self, load_config: Any) -> None:
+        self.load_config = load_config
+
+    def _prepare_weights(self, name: str, *_: Any) -> tuple[str]:
+        return (str(CACHED.get(name, name)),)
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor)."""
+        origin = SimpleNamespace(model_or_path=model_config.model, revision=None, subfolder=None, prefix="")
+        yield from self._get_weights_iterator(origin)  # type: ignore[attr-defined]
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Let the model's code take all tensors."""
+        model.load_weights(self.get_all_weights(model_config, model))
+
+
+CACHED: dict[str, Path] = {}  # repository -> folder of its weights, without settings
+FILES: dict[str, bytes] = {}  # what else the repositories hold
+ASKED: list[tuple[str, str | None, str]] = []  # repository, cache, file: downloads
+
+
+def download_weights_from_hf(
+    name: str, cache: str | None, patterns: list[str], revision: str | None = None
+) -> str:
+    """As the engine's: brings what there is to the folder of the weights."""
+    for path in patterns:
+        ASKED.append((name, cache, path))
+        if path in FILES:
+            (CACHED[name] / path).write_bytes(FILES[path])
+    return str(CACHED[name])
 
 
 METHODS: list[str] = []
@@ -127,6 +159,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "register_model_loader": register_model_loader,
         "_LOAD_FORMAT_TO_MODEL_LOADER": LOADERS,
     },
+    "vllm.model_executor.model_loader.weight_utils": {"download_weights_from_hf": download_weights_from_hf},
     LAYERS: {},
     f"{LAYERS}.linear": {
         "LinearMethodBase": object,
@@ -163,8 +196,10 @@ def engine(*, without: str | None = None, version: str = "0.32.0") -> Iterator[N
         yield
         return
     before = set(sys.modules)
-    METHODS.clear(), REGISTERED.clear(), LOADERS.clear()
-    LOADERS["auto"] = Loader
+    for table in (METHODS, REGISTERED, LOADERS, CACHED, FILES, ASKED):
+        table.clear()
+    if without != "auto":
+        LOADERS["auto"] = Loader
     for name, content in MODULES.items():
         module = ModuleType(name)
         vars(module).update({key: value for key, value in content.items() if key != without})

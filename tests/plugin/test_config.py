@@ -157,6 +157,30 @@ def test_a_release_that_lacks_what_the_plugin_needs_refuses_artifacts_and_nothin
     assert err.hint == f"pip install vllm=={TESTED[-1]}"
 
 
+@pytest.mark.parametrize("gone", ["_LOAD_FORMAT_TO_MODEL_LOADER", "register_model_loader", "auto"])
+def test_a_release_without_a_place_for_loaders_refuses_artifacts_too(gone: str) -> None:
+    with standins.engine(without=gone):
+        from w4pack.kernels.vllm.plugin import register
+
+        register()
+        with pytest.raises(Refused) as caught:
+            standins.REGISTERED["w4pack"].from_config(quant_block(SPECS))
+    assert (caught.value.code, gone in str(caught.value.found)) == ("vllm-release", True)
+
+
+@pytest.mark.parametrize("gone", ["register_quantization_config", "QuantizationConfig"])
+def test_a_release_without_methods_of_plugins_runs_as_before(
+    gone: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with standins.engine(without=gone), caplog.at_level(logging.WARNING):
+        from w4pack.kernels.vllm.plugin import register
+
+        register()
+        assert not standins.METHODS
+        assert {"auto": standins.Loader} == standins.LOADERS
+    assert gone in caplog.text
+
+
 @pytest.mark.parametrize(
     ("version", "told"), [("0.32.1", False), ("0.31.0", False), ("0.33.0", True), ("dev", True)]
 )
