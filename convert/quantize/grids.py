@@ -5,7 +5,7 @@ a column. Scales are rounded to the dtype in which they are stored before anythi
 with them, so what is simulated is what the file gives.
 """
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ SMALLEST = {"F16": 2.0**-20, "BF16": 2.0**-100, "F32": 2.0**-100}
 LARGEST = {"F16": 65504.0, "BF16": 3.0e38, "F32": 3.0e38}
 
 COARSE = tuple(1.0 - 0.06 * i for i in range(10))  # clip ratios of the first pass: 1.0 to 0.46
-FINE = (0.03, -0.03, 0.015, -0.015)  # steps around the best one so far, one after another
+FINE = (0.03, 0.015)  # steps up and down from the best one so far
 CHUNK = 1 << 16  # weights of one working set: with its temporaries it stays in a 1 MiB cache
 CHUNK_CUDA = 1 << 26
 
@@ -43,11 +43,6 @@ def group_bounds(scheme: QuantScheme) -> list[tuple[int, int]]:
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def round_codes(weights: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
-    """Return the nearest codes, as float32: round half to even of weight / scale, moved by the zero point."""
-    return torch.div(weights, scale).round_().add_(zero).clamp_(0, levels)
-
-
 def search(weights: torch.Tensor, scheme: QuantScheme, importance: torch.Tensor | None = None) -> Grid:
     """Find the grid of every group by the least sum of importance * (rounded - weight)**2.
 
@@ -64,7 +59,8 @@ def search(weights: torch.Tensor, scheme: QuantScheme, importance: torch.Tensor 
     scales = torch.empty(len(bounds), columns, dtype=torch.float32, device=weights.device)
     zeros = torch.empty_like(scales)
     limit = CHUNK if weights.device.type == "cpu" else CHUNK_CUDA
-    for first, last in _runs(bounds, columns, limit):
+    longest = bounds[0][1] - bounds[0][0]
+    for first, last in _runs(bounds, max(1, limit // (longest * columns))):
         start, stop, size = bounds[first][0], bounds[last - 1][1], bounds[first][1] - bounds[first][0]
         heed = None
         if importance is not None:
@@ -77,10 +73,9 @@ def search(weights: torch.Tensor, scheme: QuantScheme, importance: torch.Tensor 
     return Grid(scales, zeros)
 
 
-def _runs(bounds: list[tuple[int, int]], columns: int, limit: int) -> list[tuple[int, int]]:
-    """Cut the groups into runs of equally long ones that are searched side by side: (first, end)."""
+def _runs(bounds: list[tuple[int, int]], together: int) -> list[tuple[int, int]]:
+    """Cut the groups into runs of equally long ones, at most so many: (first, end)."""
     size = bounds[0][1] - bounds[0][0]
-    together = max(1, limit // (size * columns))
     whole = len(bounds) if bounds[-1][1] - bounds[-1][0] == size else len(bounds) - 1
     runs = [(first, min(first + together, whole)) for first in range(0, whole, together)]
     return runs if whole == len(bounds) else [*runs, (whole, len(bounds))]
@@ -99,26 +94,31 @@ def _best(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Search groups (c, g, n): coarse over all ratios, then finer steps around each column's own best.
 
-    ``heed`` (c, g). Returns scales and zeros (c, n).
+    Of equal ones the first counts. ``heed`` (c, g). Returns scales and zeros (c, n).
     """
     low, high = part.amin(1), part.amax(1)
     _refuse_huge(torch.maximum(high, -low), scheme)
-    held = torch.full_like(low, math.inf)
-    ratio, scale, zero = torch.ones_like(low), torch.ones_like(low), torch.zeros_like(low)
     scratch = torch.empty_like(part)
 
-    def attempt(candidate: torch.Tensor) -> None:
-        s, z = _affine(low * candidate, high * candidate, scheme)
-        error = _error(part, s, z, scheme, heed, scratch)
-        better = error < held
-        for target, value in ((held, error), (ratio, candidate), (scale, s), (zero, z)):
-            torch.where(better, value, target, out=target)
+    def errors(ratios: torch.Tensor) -> list[torch.Tensor]:
+        scales, zeros = _affine(low * ratios, high * ratios, scheme)
+        pairs = zip(scales, zeros, strict=True)
+        return [_error(part, scale, zero, scheme, heed, scratch) for scale, zero in pairs]
 
-    for value in COARSE:
-        attempt(torch.full_like(low, value))
+    ratios = torch.tensor(COARSE, device=part.device).view(-1, 1, 1).expand(-1, *low.shape)
+    ratio, least = _cheapest(ratios, errors(ratios))
     for step in FINE:
-        attempt(ratio + step)
-    return scale, zero
+        ratios = torch.stack([ratio + step, ratio - step])
+        found = errors(ratios)
+        ratio, least = _cheapest(torch.cat([ratio.unsqueeze(0), ratios]), [least, *found])
+    return _affine(low * ratio, high * ratio, scheme)
+
+
+def _cheapest(ratios: torch.Tensor, errors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each column's ratio of least error, and that error."""
+    stacked = torch.stack(errors)
+    best = stacked.argmin(0, keepdim=True)
+    return ratios.gather(0, best).squeeze(0), stacked.gather(0, best).squeeze(0)
 
 
 def _error(
@@ -132,13 +132,13 @@ def _error(
     """Return the weighted squared error of each column (c, n)."""
     levels = (1 << scheme.bits) - 1
     scale = scale.unsqueeze(1)
-    torch.div(part, scale, out=scratch)
-    scratch.round_()
+    torch.div(part, scale, out=scratch).round_()
     if scheme.sym:
         scratch.clamp_(-scheme.midpoint, levels - scheme.midpoint)
     else:
-        scratch.add_(zero.unsqueeze(1)).clamp_(0, levels).sub_(zero.unsqueeze(1))
-    scratch.mul_(scale).sub_(part)
+        zero = zero.unsqueeze(1)
+        torch.clamp(scratch, -zero, levels - zero, out=scratch)
+    torch.addcmul(part, scratch, scale, value=-1, out=scratch)
     scratch.mul_(scratch)
     return scratch.sum(1) if heed is None else (heed.unsqueeze(1) @ scratch).squeeze(1)
 
@@ -176,13 +176,29 @@ def expand(values: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
     return values.repeat_interleave(counts, 0)
 
 
+def _groups(rows: torch.Tensor, grid: Grid, scheme: QuantScheme) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield rows (c, size, N), scales and zeros (c, 1, N): all groups of one length, then a short last one.
+
+    The rows are views.
+    """
+    bounds = group_bounds(scheme)
+    for first, last in _runs(bounds, len(bounds)):
+        start, stop = bounds[first][0], bounds[last - 1][1]
+        part = rows[start:stop].view(last - first, -1, rows.shape[1])
+        yield part, grid.scales[first:last].unsqueeze(1), grid.zeros[first:last].unsqueeze(1)
+
+
 def dequantize(codes: torch.Tensor, grid: Grid, scheme: QuantScheme) -> torch.Tensor:
     """Return (code - zero) * scale (K, N) in float32: exact products, as the file gives them."""
-    return (codes.float() - expand(grid.zeros, scheme)) * expand(grid.scales, scheme)
+    made = codes.to(torch.float32, copy=True)
+    for part, scale, zero in _groups(made, grid, scheme):
+        part.sub_(zero).mul_(scale)
+    return made
 
 
 def nearest(weights: torch.Tensor, grid: Grid, scheme: QuantScheme) -> torch.Tensor:
-    """Round to nearest on a grid. Returns codes uint8 (K, N)."""
-    levels = (1 << scheme.bits) - 1
-    codes = round_codes(weights, expand(grid.scales, scheme), expand(grid.zeros, scheme), levels)
-    return codes.to(torch.uint8)
+    """Round to nearest on a grid, half to even of weight / scale. Returns codes uint8 (K, N)."""
+    made = weights.clone()
+    for part, scale, zero in _groups(made, grid, scheme):
+        part.div_(scale).round_().add_(zero).clamp_(0, (1 << scheme.bits) - 1)
+    return made.to(torch.uint8)

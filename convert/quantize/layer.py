@@ -16,7 +16,7 @@ from torch import nn
 from w4pack.convert.core import families
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import W4PackError
-from w4pack.convert.quantize.hessian import Statistics
+from w4pack.convert.quantize.hessian import Statistics, is_finite
 from w4pack.convert.quantize.linears import Quantized, Sample, quantize_set
 from w4pack.convert.quantize.settings import Settings
 from w4pack.convert.quantize.stream import Stream
@@ -112,13 +112,15 @@ class LayerWork:
     # ---- one batch: quantize when the input arrives ---------------------------------------------------
 
     def _at_once(self, stream: Stream) -> None:
-        references = self._references(0, self.sets)
+        references: dict[str, torch.Tensor] = {}
         if self.source is not None:
-            self.source[1].advance(self.source[0], self.index)
+            layer, source = self.source
+            with self._noted(layer, self.sets, references):
+                source.advance(layer, self.index)
 
         def arrived(one: InputSet, x: torch.Tensor) -> None:
             if not one.quantized:
-                self._observe(one, x, references.get(one.members[0]), SAMPLE)
+                self._observe(one, x, references.pop(one.members[0], None), SAMPLE)
                 self._quantize(one)
 
         with self._watched(self.layer, self.sets, arrived):
@@ -129,17 +131,26 @@ class LayerWork:
         if self.source is None:
             return {}
         layer, stream = self.source
-        wanted = {one.members[0] for one in sets if not one.routed}
         seen: dict[str, torch.Tensor] = {}
-
-        def arrived(one: InputSet, x: torch.Tensor) -> None:
-            seen[one.members[0]] = x.clone()
-            if len(seen) == len(wanted):
-                raise _Arrived
-
-        with self._watched(layer, [o for o in sets if not o.routed], arrived):
+        with self._noted(layer, sets, seen, stop=True):
             self._until(layer, stream, number)
         return seen
+
+    @contextmanager
+    def _noted(
+        self, layer: nn.Module, sets: Sequence[InputSet], seen: dict[str, torch.Tensor], *, stop: bool = False
+    ) -> Iterator[None]:
+        """Keep the inputs of linears that are not routed. ``stop``: the run ends with the last of them."""
+        wanted = [one for one in sets if not one.routed]
+
+        def arrived(one: InputSet, x: torch.Tensor) -> None:
+            if one.members[0] not in seen:
+                seen[one.members[0]] = x.clone()
+            if stop and len(seen) == len(wanted):
+                raise _Arrived
+
+        with self._watched(layer, wanted, arrived):
+            yield
 
     # ---- many batches: one run for every stage --------------------------------------------------------
 
@@ -242,7 +253,7 @@ class LayerWork:
 
     def _observe(self, one: InputSet, x: torch.Tensor, reference: torch.Tensor | None, share: int) -> None:
         """Add a batch's inputs to the statistics, and keep a few for measuring."""
-        if not bool(torch.isfinite(x).all()):
+        if not is_finite(x):
             finite = x[torch.isfinite(x)]
             raise W4PackError(
                 "activations are not finite, so nothing can be learnt from them",

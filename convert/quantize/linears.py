@@ -170,7 +170,7 @@ def _better(
 def _finish(
     codes: torch.Tensor, grid: Grid, scheme: QuantScheme, report: dict[str, Any]
 ) -> tuple[Quantized, torch.Tensor]:
-    weights = grids.dequantize(codes, grid, scheme).T.contiguous()
+    weights = grids.dequantize(codes, grid, scheme).T
     words = words_of(codes, scheme.bits)
     zeros = None if scheme.sym else grid.zeros.to(torch.uint8).cpu().numpy()
     params = GroupParams(carrier(grid.scales, scheme.scale_dtype), zeros, None)

@@ -120,12 +120,12 @@ class Stream:
         for number, hidden in enumerate(self.hidden):
             self.hidden[number] = self.run(layer, index, hidden)
 
-    def logits(self, number: int, row: int | None = None) -> torch.Tensor:
+    def logits(self, number: int, row: int | None = None, length: int | None = None) -> torch.Tensor:
         """Return the logits (windows, length, vocabulary) float32 of a batch that is through all layers.
 
-        ``row``: of one of its windows alone, (length, vocabulary).
+        ``row``: of one of its windows alone, (length, vocabulary); ``length``: of its first tokens.
         """
-        part = slice(None) if row is None else slice(row, row + 1)
+        part = slice(None) if row is None else slice(row, row + 1), slice(length)
         hidden = self.hidden[number][part]
         stand_ins: list[nn.Module] = [
             StandIn(layer, as_tuple=self.as_tuple, output=hidden) for layer in self.skeleton.layers

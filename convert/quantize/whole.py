@@ -25,7 +25,7 @@ from w4pack.convert.quantize.stream import Stream, batches_of
 from w4pack.convert.quantize.team import Team
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # in one run of a layer
-WITNESS = 512  # tokens that also go through the source model, to see in the end what quantization did
+WITNESS = 512  # tokens whose predictions are compared with the source's in the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,10 @@ class ModelRun:
     windows  calibration tokens (W, L)
     between  what runs between the linears: statistics are of what they are given then
     team     the processes that share the windows, or None; all of them call the same methods in one order
+
+    stream   the windows in the model as it is quantized so far
+    source   the windows in the source model, where the quantization looks at them, else None
+    witness  ``source``, or the first tokens alone: what the outcome is compared with
     """
 
     def __init__(
@@ -84,8 +88,11 @@ class ModelRun:
         self.skeleton.fill_outside(head=True)
         self.stream = self._started(batches_of(windows, per_batch))
         self.source = self._started(batches_of(windows, per_batch)) if settings.strength > 0 else None
-        few = [windows[:1, :WITNESS]] if team is None or team.leads else []
-        self.witness = self._started(few), self._started(few)
+        self.witness = self.source or self._started([windows[:1, :WITNESS]] if self._leads else [])
+
+    @property
+    def _leads(self) -> bool:
+        return self.team is None or self.team.leads
 
     def _started(self, batches: list[torch.Tensor]) -> Stream:
         stream = Stream(self.skeleton, batches)
@@ -132,16 +139,15 @@ class ModelRun:
         """Quantize a layer and send everything through it. Returns checkpoint name -> codes."""
         layer, places = self.skeleton.layers[index], self.below(index)
         self.skeleton.fill(layer, self.skeleton.prefix(index))
-        with self.between.around(self.skeleton, layer, index, quantized=False):
-            self.witness[0].advance(layer, index)
         source = None if self.source is None else (copy.deepcopy(layer), self.source)
+        if source is None:
+            self._pass_source(layer, index)
         schemes = {path: self.schemes[name] for path, name in places.items()}
         with ExitStack() as stack:
             if source is not None:
                 stack.enter_context(self.between.around(self.skeleton, source[0], index, quantized=False))
             stack.enter_context(self.between.around(self.skeleton, layer, index))
             made = LayerWork(layer, index, schemes, self.settings, source, self.team).run(self.stream)
-            self.witness[1].advance(layer, index)
         self.skeleton.empty(layer)
         give_back()
         return {places[path]: codes for path, codes in made.items()}
@@ -154,25 +160,26 @@ class ModelRun:
         """
         layer, prefix = self.skeleton.layers[index], self.skeleton.prefix(index)
         self.skeleton.fill(layer, prefix)
-        with self.between.around(self.skeleton, layer, index, quantized=False):
-            self.witness[0].advance(layer, index)
-            if self.source is not None:
-                self.source.advance(layer, index)
+        self._pass_source(layer, index)
         for path, name in self.below(index).items():
             found = layer.get_submodule(path)
             assert isinstance(found, nn.Linear)
-            if self.team is None or self.team.leads:
+            if self._leads:
                 found.weight.data.copy_(weights(name))
             if self.team is not None:
                 self.team.share(found.weight.data)
         with self.between.around(self.skeleton, layer, index):
             self.stream.advance(layer, index)
-            self.witness[1].advance(layer, index)
         self.skeleton.empty(layer)
         give_back()
 
+    def _pass_source(self, layer: nn.Module, index: int) -> None:
+        """Send the source's tokens through a layer that still has the source's weights."""
+        with self.between.around(self.skeleton, layer, index, quantized=False):
+            self.witness.advance(layer, index)
+
     def outcome(self) -> Outcome:
-        """Compare the logits of the witness tokens, after the last layer."""
-        before, after = self.witness
-        kl = divergence(before.logits(0, 0), after.logits(0, 0))
+        """Compare the logits of the first tokens, after the last layer."""
+        before, after = (stream.logits(0, 0, WITNESS) for stream in (self.witness, self.stream))
+        kl = divergence(before, after)
         return Outcome(float(kl.mean()), kl.numel())

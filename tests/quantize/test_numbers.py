@@ -333,6 +333,6 @@ def test_a_full_shift_is_least_squares() -> None:
     work, h = weights.clone(), statistics.hessian()
     found, shift = hessian.factor(h, 1e-6), statistics.mean_shift()
     assert found is not None and shift is not None
-    gptq._move(work, shift, found.upper, 1.0)
+    gptq._move(work, weights, shift, found.upper, 1.0)
     wanted = torch.linalg.lstsq(seen.double(), source.double() @ weights.double()).solution
     assert torch.allclose(work.double(), wanted, atol=1e-4)
