@@ -3,8 +3,8 @@
 The root package holds the version and a few names that are imported on first use (PEP 562), so that
 ``import w4pack`` costs nothing. The jobs (``convert``, ``inspect``, ``check``, ``verify``, ``unpack``,
 ``push``) are functions of ``w4pack.convert``: ``w4pack.convert`` is a package and stays one, so a root
-function of that name would be hidden by the first ``import w4pack.convert.errors``. ``load`` and ``register``
-run artifacts and need torch and transformers.
+function of that name would be hidden by the first ``import w4pack.convert.errors``. ``load``, ``register``
+and ``sync_cache`` run artifacts and need torch and transformers.
 """
 
 from importlib import import_module
@@ -15,10 +15,11 @@ _LAZY: dict[str, tuple[str, str | None]] = {  # name -> (module, attribute; None
     "convert": ("w4pack.convert", None),
     "load": ("w4pack.kernels.hf.load", "load"),
     "register": ("w4pack.kernels.hf.quantizer", "register"),
+    "sync_cache": ("w4pack.kernels.hf.kv_adopt", "sync_cache"),
     "W4PackError": ("w4pack.convert.errors", "W4PackError"),
 }
-__all__ = ["W4PackError", "__version__", "convert", "load", "register"]
-RUNTIME = ("torch", "transformers")  # of the extra that `load` and `register` need
+__all__ = ["W4PackError", "__version__", "convert", "load", "register", "sync_cache"]
+RUNTIME = ("torch", "transformers")  # of the extra that `load`, `register` and `sync_cache` need
 
 
 def __getattr__(name: str) -> object:

@@ -19,13 +19,12 @@ from w4pack.convert.errors import Refused
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.online import model_of
 from w4pack.convert.quantize.activations import fake_cache, fake_tokens
-from w4pack.convert.quantize.skeleton import Skeleton
+from w4pack.convert.quantize.skeleton import CACHE_NAMES, Skeleton
 from w4pack.convert.rotate.accounting import Model
 from w4pack.convert.rotate.rotation import Rotation
 from w4pack.convert.rotate.transform import rotate
 from w4pack.convert.source.online import misfits, place, plain
 
-CACHE_NAMES = ("cache", "past_key_values")  # how transformers' layers call it, the newer name first
 TRANSFORM_OF = {
     "attn_in": "residual_read",
     "mlp_in": "residual_read",

@@ -18,6 +18,7 @@ from w4pack.convert.quantize.experts import split_fused
 
 QWEN = ("Qwen3MoeForCausalLM",)  # spells experts as the modules here are called
 FP32_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+CACHE_NAMES = ("cache", "past_key_values")  # what decoders and layers call it, the newer name first
 STALE = ("quantization_config", "compression_config", "auto_map")
 
 

@@ -16,12 +16,14 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from w4pack.convert.errors import Refused, UsageError
-from w4pack.kernels.hf.kv_cache import KVLayer, KVPlan, adopt
+from w4pack.convert.quantize.skeleton import CACHE_NAMES
+from w4pack.kernels.hf.kv_adopt import adopt
+from w4pack.kernels.hf.kv_cache import KVLayer
+from w4pack.kernels.hf.kv_pages import KVPlan
 from w4pack.kernels.hf.kv_steps import Steps
 
 ATTENTION = "w4pack_kv"
 PLAN = "w4pack_kv_plan"  # attribute of attention modules
-CACHE_NAMES = ("cache", "past_key_values")  # what decoders call it; the newer name first
 CHANGES_SCORES = ("s_aux", "sinks", "head_mask", "position_bias", "encoder_hidden_states")
 
 
@@ -82,15 +84,7 @@ def _alone(
 
 
 def _refuse_unknown(module: nn.Module, mask: torch.Tensor | None, kwargs: Mapping[str, Any]) -> None:
-    if mask is not None and mask.dim() != 2:
-        raise UsageError(
-            "a quantized cache takes no attention mask for single pairs of tokens",
-            code="cache",
-            where="attention_mask",
-            expected="(batch, tokens): which tokens count",
-            found=str(tuple(mask.shape)),
-            hint="load with kv_bits=16",
-        )
+    _of_tokens(mask)
     found = [name for name in CHANGES_SCORES if kwargs.get(name) is not None]
     if found:
         raise Refused(
@@ -109,14 +103,7 @@ def mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) 
         UsageError: a mask that the model makes of more than these.
     """
     if kwargs.get("use_vmap"):
-        raise UsageError(
-            "a quantized cache takes no attention mask for single pairs of tokens",
-            code="cache",
-            where="attention_mask",
-            expected="causal, with or without a window",
-            found="a mask function of the model's own",
-            hint="load with kv_bits=16",
-        )
+        raise _of_pairs("causal, with or without a window", "a mask function of the model's own")
     return attention_mask
 
 
@@ -151,6 +138,7 @@ class _Before:
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        _refuse_other_attention(decoder, given)
         name = next((n for n in CACHE_NAMES if n in given), CACHE_NAMES[0])
         if name not in self.positional and name not in given:
             name = next((n for n in CACHE_NAMES if n in self.positional), name)
@@ -172,15 +160,43 @@ def _of_tokens(mask: Any) -> torch.Tensor | None:
     """Return the mask of tokens: models with several kinds of layers are given one for each kind."""
     found = next(iter(mask.values()), None) if isinstance(mask, Mapping) else mask
     if found is not None and found.dim() != 2:
+        raise _of_pairs("(batch, tokens): which tokens count", str(tuple(found.shape)))
+    return found
+
+
+def _of_pairs(expected: str, found: str) -> UsageError:
+    return UsageError(
+        "a quantized cache takes no attention mask for single pairs of tokens",
+        code="cache",
+        where="attention_mask",
+        expected=expected,
+        found=found,
+        hint="load with kv_bits=16",
+    )
+
+
+def _refuse_other_attention(decoder: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse an attention that cannot read the codes, and being asked for weights that nothing computes."""
+    config: Any = decoder.config
+    if config._attn_implementation != ATTENTION:
         raise UsageError(
-            "a quantized cache takes no attention mask for single pairs of tokens",
-            code="cache",
-            where="attention_mask",
-            expected="(batch, tokens): which tokens count",
-            found=str(tuple(found.shape)),
+            "a quantized cache is read by w4pack's own attention alone",
+            code="attention",
+            where="set_attn_implementation",
+            expected=ATTENTION,
+            found=str(config._attn_implementation),
             hint="load with kv_bits=16",
         )
-    return found
+    wanted = given.get("output_attentions")
+    if wanted or (wanted is None and getattr(config, "output_attentions", False)):
+        raise UsageError(
+            "attention over a quantized cache has no weights to return",
+            code="attention",
+            where="output_attentions",
+            expected="False",
+            found=str(wanted or True),
+            hint="load with kv_bits=16",
+        )
 
 
 def _refuse_packed(given: Mapping[str, Any]) -> None:

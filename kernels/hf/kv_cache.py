@@ -1,42 +1,21 @@
 """Layers of a transformers cache that hold keys and values in 4 or 8 bits, in pages.
 
-They stand in a ``DynamicCache`` or ``StaticCache`` in the place of its own layers, so everything that works
-on a cache works on them: ``update`` appends (keys are transformed first) and returns the layer itself as
-handle, which the attention of ``kv_attention`` reads. No token is kept in 16 bits. A layer with a sliding
-window keeps the pages that the window can reach, and room for a chunk of new tokens.
+Everything that works on a cache works on them: ``update`` appends (keys are transformed first) and returns
+the layer itself as handle, which the attention of ``kv_attention`` reads. No token is kept in 16 bits. A
+layer with a sliding window keeps the pages that the window can reach, and room for a chunk of new tokens.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers.cache_utils import CacheLayerMixin
 
 from w4pack.convert.errors import UsageError
+from w4pack.kernels.hf.kv_pages import KVPlan, Pages
 from w4pack.kernels.hf.kv_steps import Step, Steps, View
-from w4pack.kernels.quarot import kv, kv_layout
 from w4pack.kernels.quarot.kv_layout import PAGE, pages_of
 
 CHUNK = 512  # tokens: with a sliding window, longer passes are appended and read in pieces
-WINDOWED = (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
-REPLACED = (DynamicLayer, StaticLayer, *WINDOWED)
-
-
-@dataclass(frozen=True, slots=True)
-class KVPlan:
-    """How keys and values are stored: 4 or 8 bits, clip ratios, key of the transform of keys and queries."""
-
-    bits: int
-    clip_k: float
-    clip_v: float
-    transform: str
 
 
 class KVLayer(CacheLayerMixin):
@@ -52,8 +31,9 @@ class KVLayer(CacheLayerMixin):
 
     is_compileable = False
     is_croppable = True
-    keys: torch.Tensor  # codes of keys and values, by pages
-    values: torch.Tensor  # their scales and zero points
+    store: Pages
+    keys: torch.Tensor  # what transformers may look at: codes of keys and values,
+    values: torch.Tensor  # and their scales and zero points
 
     def __init__(
         self, plan: KVPlan, steps: Steps, *, window: int = 0, room: int | None = None, leads: bool = False
@@ -62,7 +42,6 @@ class KVLayer(CacheLayerMixin):
         self.plan, self.steps, self.window, self.room, self.leads = plan, steps, window, room, leads
         self.is_sliding = bool(window)
         self.count = 0  # tokens that were passed, padding included
-        self.pages = 0  # of each row
         self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
 
     # ---- room
@@ -75,50 +54,46 @@ class KVLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes that are allocated."""
-        return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
+        return self.store.nbytes if self.is_initialized else 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take batch, heads, head size and device from keys (B, heads, T, size); allocate what is fixed."""
-        self.batch_size, self.heads, _, self.size = key_states.shape
-        if value_states.shape[-1] != self.size:
+        rows, heads, _, size = key_states.shape
+        if value_states.shape[-1] != size:
             raise UsageError(
                 "keys and values are of different sizes",
                 code="cache",
-                expected=f"head size {self.size}",
+                expected=f"head size {size}",
                 found=str(value_states.shape[-1]),
                 hint="load with kv_bits=16",
             )
         self.device = key_states.device
-        self._allocate(0)
+        self._hold(Pages(rows, heads, size, self.plan, self.device))
         self.is_initialized = True
         if self.room is not None:
             self._reserve(self.room)
 
-    def _allocate(self, pages: int) -> None:
-        """Make room for ``pages`` pages of each row; what there is is kept."""
-        rows, old = self.batch_size, self.pages
-        codes, params = kv_layout.empty(rows * pages, self.heads, self.size, self.plan.bits, self.device)
-        if old:
-            for made, held in ((codes, self.keys), (params, self.values)):
-                made.view(rows, pages, -1)[:, :old] = held.view(rows, old, -1)
-        self.keys, self.values, self.pages = codes, params, pages
-        self.table = torch.arange(rows * pages, dtype=torch.int32, device=self.device).view(rows, pages)
+    def _hold(self, store: Pages) -> None:
+        self.store, self.batch_size = store, store.rows
+        self.keys, self.values = store.codes, store.params
 
     def _reserve(self, tokens: int) -> None:
         """Have room for ``tokens`` slots of each row, or for a window's."""
         most = self.most_pages
         needed = pages_of(tokens) if most is None else min(pages_of(tokens), most)
-        if needed <= self.pages:
+        held = self.store.each
+        if needed <= held:
             return
-        if self.room is not None and self.pages:
+        if self.room is not None and held:
             raise UsageError(
                 "the static cache is full",
                 code="cache",
                 expected=f"at most {self.room} tokens",
                 found=str(tokens),
             )
-        ahead = needed if self.room is not None or not self.pages else max(needed, self.pages * 5 // 4)
-        self._allocate(ahead if most is None else min(ahead, most))
+        ahead = needed if self.room is not None or not held else max(needed, held * 5 // 4)
+        self.store.grow(ahead if most is None else min(ahead, most))
+        self._hold(self.store)
 
     # ---- a pass
 
@@ -137,7 +112,7 @@ class KVLayer(CacheLayerMixin):
         if self.window and tokens > CHUNK:
             self._waiting = (k, v)
         else:
-            self._append(k, v, self._view(step, 0, tokens))
+            self.store.append(k, v, self._view(step, 0, tokens))
         return self, self
 
     def _step(self, keys: torch.Tensor) -> Step:
@@ -157,23 +132,7 @@ class KVLayer(CacheLayerMixin):
         return step.on(self.device)
 
     def _view(self, step: Step, first: int, tokens: int) -> View:
-        view = step.view(self.window, self.pages, first, tokens)
-        return view if view.table is not None else view._replace(table=self.table)
-
-    def _append(self, k: torch.Tensor, v: torch.Tensor, view: View) -> None:
-        plan = self.plan
-        kv.kv_append(
-            k,
-            v,
-            self.keys,
-            self.values,
-            view.table,
-            view.start,
-            plan.transform,
-            plan.clip_k,
-            plan.clip_v,
-            plan.bits,
-        )
+        return step.view(self.window, self.store.each, first, tokens)
 
     def _append_waiting(self) -> None:
         """Append what no attention has come for."""
@@ -182,7 +141,8 @@ class KVLayer(CacheLayerMixin):
         self._waiting = None
         for first in range(0, k.shape[2], CHUNK):
             piece = slice(first, min(first + CHUNK, k.shape[2]))
-            self._append(k[:, :, piece], v[:, :, piece], self._view(step, first, piece.stop - first))
+            view = self._view(step, first, piece.stop - first)
+            self.store.append(k[:, :, piece], v[:, :, piece], view)
 
     def attend(self, q: torch.Tensor, scale: float, window: int, softcap: float) -> torch.Tensor:
         """Return the attention (B, T, heads, size) of queries (B, heads, T, size), those of the last update.
@@ -205,7 +165,7 @@ class KVLayer(CacheLayerMixin):
         q = step.arranged(q, 2)
         seen = min(window or self.window, self.window or window)
         if self._waiting is None:
-            y = self._read(q, self._view(step, 0, q.shape[2]), scale, seen, softcap)
+            y = self.store.attend(q, self._view(step, 0, q.shape[2]), scale, seen, softcap)
         else:
             y = self._pieces(q, step, scale, seen, softcap)
         return step.returned(y, 1)
@@ -218,25 +178,9 @@ class KVLayer(CacheLayerMixin):
         for first in range(0, q.shape[2], CHUNK):
             piece = slice(first, min(first + CHUNK, q.shape[2]))
             view = self._view(step, first, piece.stop - first)
-            self._append(k[:, :, piece], v[:, :, piece], view)
-            found.append(self._read(q[:, :, piece], view, scale, window, softcap))
+            self.store.append(k[:, :, piece], v[:, :, piece], view)
+            found.append(self.store.attend(q[:, :, piece], view, scale, window, softcap))
         return torch.cat(found, 1)
-
-    def _read(self, q: torch.Tensor, view: View, scale: float, window: int, softcap: float) -> torch.Tensor:
-        y: torch.Tensor = kv.kv_attention(
-            q,
-            self.keys,
-            self.values,
-            view.table,
-            view.ends,
-            None,
-            scale,
-            window,
-            softcap,
-            self.plan.transform,
-            self.plan.bits,
-        )
-        return y
 
     # ---- what transformers asks
 
@@ -254,6 +198,15 @@ class KVLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return how many tokens there is room for; -1: any number."""
         return -1 if self.room is None or self.window else self.room
+
+    def sync(self) -> None:
+        """Take over the count of ``steps``, which has been read from the device.
+
+        Raises:
+            UsageError: more tokens than there is room for.
+        """
+        self._reserve(self.steps.count)
+        self.count = self.steps.count
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens: their number, negative."""
@@ -302,19 +255,8 @@ class KVLayer(CacheLayerMixin):
     def _select(self, rows: torch.Tensor) -> None:
         if not self.is_initialized:
             return
-        index, same = rows.to(self.device), rows.shape[0] == self.batch_size
-        for name in ("keys", "values"):
-            whole: torch.Tensor = getattr(self, name)
-            held = whole.view(self.batch_size, self.pages, *whole.shape[1:])
-            taken = held.index_select(0, index)
-            if same:
-                held.copy_(taken)  # graphs know the address
-            else:
-                setattr(self, name, taken.flatten(0, 1))
-        if not same:
-            count = self.batch_size = rows.shape[0]
-            table = torch.arange(count * self.pages, dtype=torch.int32, device=self.device)
-            self.table = table.view(count, self.pages)
+        self.store.select(rows)
+        self._hold(self.store)
         if self.leads:
             self.steps.select(rows)
 
@@ -324,49 +266,11 @@ class KVLayer(CacheLayerMixin):
         Raises:
             UsageError: always.
         """
-        raise _foreign("an offloaded cache")
+        raise foreign("an offloaded cache")
 
 
-def adopt(cache: Cache, plan: KVPlan) -> Steps:
-    """Put quantized layers in the place of a cache's own, which must be empty; return what they share.
-
-    Raises:
-        UsageError: a cache of a kind that has no quantized layers, or one that holds 16-bit tokens.
-    """
-    held = next((layer.steps for layer in cache.layers if isinstance(layer, KVLayer)), None)
-    if held is not None:
-        return held
-    replicated = cache.layer_class_to_replicate
-    known = all(type(layer) in REPLACED for layer in cache.layers) and replicated in (None, DynamicLayer)
-    if not known or getattr(cache, "offloading", False):
-        raise _foreign(f"{type(cache).__name__} of {_kinds(cache)}")
-    if any(layer.is_initialized for layer in cache.layers):
-        raise _foreign(f"{type(cache).__name__} that was filled by another model")
-    steps = Steps()
-    cache.layers = [_layer(layer, plan, steps, number == 0) for number, layer in enumerate(cache.layers)]
-    if replicated is not None:
-        cache.layer_class_to_replicate = lambda: KVLayer(plan, steps, leads=not cache.layers)
-    return steps
-
-
-def _layer(own: Any, plan: KVPlan, steps: Steps, leads: bool) -> KVLayer:
-    static = isinstance(own, StaticLayer)
-    window = 0
-    if isinstance(own, WINDOWED):
-        window = own.max_cache_len if static else own.sliding_window
-    # A static window's room is that of its pages: how long the cache is to be is not known.
-    room = own.max_cache_len if static else None
-    layer = KVLayer(plan, steps, window=window, room=room, leads=leads)
-    if static and window:
-        layer.room = (layer.most_pages or 0) * PAGE
-    return layer
-
-
-def _kinds(cache: Cache) -> str:
-    return ", ".join(sorted({type(layer).__name__ for layer in cache.layers})) or "other layers"
-
-
-def _foreign(found: str) -> UsageError:
+def foreign(found: str) -> UsageError:
+    """Return the refusal of a cache in which no layer here can stand."""
     return UsageError(
         "no quantized layers for this cache",
         code="cache",

@@ -158,6 +158,35 @@ class Steps:
         elif self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(self.mask.shape[0], tokens)], 1)
 
+    def sync(self, mask: torch.Tensor | None = None) -> None:
+        """Read from the device how many tokens were passed: replayed graphs count there alone.
+
+        Args:
+            mask: (B, tokens or more), of all that was passed; None: replayed tokens all count.
+
+        Raises:
+            UsageError: the mask is of another size or of other tokens, or one is needed.
+        """
+        if self.position is None or self.lengths is None:
+            return
+        count, before = int(self.position), self.count
+        if mask is None and self.mask is not None:
+            mask = torch.cat([self.mask, self.mask.new_ones(self.mask.shape[0], max(count - before, 0))], 1)
+        counted = self.lengths.new_full(self.lengths.shape, count)
+        if mask is not None:
+            if mask.dim() != 2 or mask.shape[0] != counted.shape[0] or mask.shape[1] < count:
+                expected = f"({counted.shape[0]}, {count}): all that was passed"
+                raise _misfit("the attention mask is of another size", expected, str(tuple(mask.shape)))
+            mask = mask[:, :count] != 0
+            counted = mask.sum(1, dtype=torch.int32)
+        if not torch.equal(counted, self.lengths):
+            raise _misfit(
+                "which of the replayed tokens count is not known",
+                f"an attention mask with {self.lengths.tolist()} tokens in its rows",
+                f"{counted.tolist()}",
+            )
+        self.count, self.mask, self.step = count, mask, None
+
     def crop(self, count: int) -> None:
         """Go back to ``count`` passed tokens; nothing where that is so already."""
         if self.lengths is None or self.position is None or count == self.count:

@@ -14,7 +14,7 @@ from w4pack.convert.errors import Refused
 from w4pack.convert.rotate.architecture import Block
 from w4pack.kernels.experts import PackedExperts
 from w4pack.kernels.hf import kv_attention
-from w4pack.kernels.hf.kv_cache import KVPlan
+from w4pack.kernels.hf.kv_pages import KVPlan
 from w4pack.kernels.hf.online import OnlinePlan
 from w4pack.kernels.hf.skeleton import Skeleton, replace
 from w4pack.kernels.quarot.experts import QuantizedExperts

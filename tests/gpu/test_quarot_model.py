@@ -170,3 +170,8 @@ def test_decoding_is_captured_and_replayed(made: Callable[[str], Path]) -> None:
         token.fill_(10 + number)
         graph.replay()
         torch.testing.assert_close(found, step(eager_cache), rtol=0, atol=0)
+    w4pack.sync_cache(cache)
+    assert [layer.count for layer in cache.layers] == [layer.count for layer in eager_cache.layers]
+    cache.crop(-3)
+    eager_cache.crop(-3)
+    torch.testing.assert_close(step(cache), step(eager_cache), rtol=0, atol=0)

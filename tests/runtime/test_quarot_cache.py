@@ -15,8 +15,10 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig, StaticCache  
 from runtime import quarot_reference as fake  # noqa: E402
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels.hf import kv_cache  # noqa: E402
-from w4pack.kernels.hf.kv_attention import _Before  # noqa: E402
-from w4pack.kernels.hf.kv_cache import KVLayer, KVPlan, adopt  # noqa: E402
+from w4pack.kernels.hf.kv_adopt import adopt, sync_cache  # noqa: E402
+from w4pack.kernels.hf.kv_attention import ATTENTION, _Before  # noqa: E402
+from w4pack.kernels.hf.kv_cache import KVLayer  # noqa: E402
+from w4pack.kernels.hf.kv_pages import KVPlan  # noqa: E402
 from w4pack.kernels.hf.kv_steps import Steps  # noqa: E402
 from w4pack.kernels.quarot import kv_layout, kv_reference  # noqa: E402
 from w4pack.kernels.quarot.transform import Transform  # noqa: E402
@@ -91,7 +93,9 @@ class Twin:
             for row, held in enumerate(self.held[number]):
                 length = int(self.steps.lengths[row])
                 assert length == held.shape[2]
-                k, v = kv_reference.gather(layer.keys, layer.values, layer.table[row], length, self.plan.bits)
+                k, v = kv_reference.gather(
+                    layer.keys, layer.values, layer.store.table[row], length, self.plan.bits
+                )
                 assert torch.equal(torch.stack([k, v]), held)
 
 
@@ -179,6 +183,79 @@ def test_a_static_cache_holds_the_same_and_says_when_it_is_full() -> None:
     assert int(twin.cache.get_seq_length()) == 0
 
 
+def replayed(twin: Twin, tokens: int) -> None:
+    """Leave a cache as passes leave it that were replayed in a graph: the host has not counted them."""
+    twin.steps.count -= tokens
+    if twin.steps.mask is not None:
+        twin.steps.mask = twin.steps.mask[:, : twin.steps.count]
+    for layer in twin.cache.layers:
+        layer.count -= tokens
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_replayed_tokens_are_counted_when_asked(window: int) -> None:
+    twin = Twin(2, static=200, window=window)
+    twin.add(60)
+    for _ in range(7):
+        twin.add(1)
+    replayed(twin, 7)
+    sync_cache(twin.cache)
+    assert [layer.count for layer in twin.cache.layers] == [67, 67]
+    assert int(twin.cache.get_seq_length()) == 67
+    twin.add(3)
+    twin.cache.crop(-4)
+    twin.held = [[row[:, :, :66] for row in layer] for layer in twin.held]
+    twin.add(1)
+    if not window:
+        twin.check()
+    sync_cache(twin.cache)  # nothing was replayed: nothing changes
+    assert twin.cache.layers[1].count == 67
+
+
+def test_replayed_padding_takes_a_mask() -> None:
+    twin = Twin(2, static=200)
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[0, :4] = 0
+    twin.add(8, mask[:, :8])
+    for length in range(9, 13):
+        mask[1, 10:] = 0  # this row has ended
+        twin.add(1, mask[:, :length])
+    replayed(twin, 4)
+    with pytest.raises(UsageError, match="not known") as seen:
+        sync_cache(twin.cache)
+    assert "[8, 10]" in str(seen.value)
+    with pytest.raises(UsageError, match="another size"):
+        sync_cache(twin.cache, mask[:, :11])
+    sync_cache(twin.cache, torch.cat([mask, torch.zeros(2, 188)], 1))  # as long as the cache
+    twin.check()
+    twin.cache.crop(-3)
+    twin.held = [[row[:, :, :keep] for row, keep in zip(layer, (5, 9), strict=True)] for layer in twin.held]
+    twin.check()
+
+
+def test_replays_past_the_room_are_an_error() -> None:
+    twin = Twin(1, static=64)
+    twin.add(64)
+    sync_cache(twin.cache)
+    twin.steps.position.add_(1)
+    twin.steps.lengths.add_(1)
+    with pytest.raises(UsageError, match="full") as seen:
+        sync_cache(twin.cache)
+    assert (seen.value.expected, seen.value.found) == ("at most 64 tokens", "65")
+
+
+def test_a_cache_of_other_layers_has_nothing_to_count() -> None:
+    config = LlamaConfig(**SIZES, head_dim=SIZE)
+    cache = DynamicCache(config=config)
+    sync_cache(cache)
+    cache.update(torch.zeros(1, HEADS, 3, SIZE), torch.zeros(1, HEADS, 3, SIZE), 0)
+    sync_cache(cache)
+    assert cache.get_seq_length() == 3
+    adopt(empty := DynamicCache(config=config), PLAIN)
+    sync_cache(empty)
+    assert empty.get_seq_length() == 0
+
+
 @pytest.mark.parametrize("static", [None, 300])
 def test_a_window_keeps_its_pages_only(monkeypatch: pytest.MonkeyPatch, static: int | None) -> None:
     monkeypatch.setattr(kv_cache, "CHUNK", 16)
@@ -190,7 +267,7 @@ def test_a_window_keeps_its_pages_only(monkeypatch: pytest.MonkeyPatch, static: 
         twin.add(1)
     twin.add(40)
     layer = twin.cache.layers[0]
-    assert layer.pages == layer.most_pages == 2
+    assert layer.store.each == layer.most_pages == 2
     twin.cache.crop(-16)
     twin.held = [[row[:, :, :-16] for row in layer] for layer in twin.held]
     twin.add(1)
@@ -241,6 +318,7 @@ def test_head_sizes_without_kernel_are_refused(size: int, value: int, text: str)
 
 def test_the_hook_reads_positional_arguments_too() -> None:
     decoder = transformers.LlamaModel(LlamaConfig(**SIZES, head_dim=SIZE, hidden_size=64, vocab_size=8))
+    decoder.set_attn_implementation(ATTENTION)
     before = _Before(decoder, PLAIN)
     given = before(decoder, (torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5)), {"use_cache": True})[1]
     cache = given[fake.CACHE]

@@ -237,6 +237,22 @@ def test_masks_of_pairs_are_refused(model: Any) -> None:
     assert seen.value.where == "attention_mask"
 
 
+def test_another_attention_and_its_weights_are_refused(out: Path, model: Any) -> None:
+    with pytest.raises(UsageError, match="no weights") as seen:
+        model(PROMPT, output_attentions=True)
+    assert seen.value.where == "output_attentions"
+    assert len(model(PROMPT, output_hidden_states=True).hidden_states) == 3
+    other = w4pack.load(out)
+    for name in ("eager", "sdpa"):
+        other.set_attn_implementation(name)
+        with pytest.raises(UsageError) as seen:
+            other(PROMPT)
+        assert (seen.value.where, seen.value.found) == ("set_attn_implementation", name)
+    wide = w4pack.load(out, kv_bits=16)
+    wide.set_attn_implementation("eager")
+    assert len(wide(PROMPT, output_attentions=True).attentions) == 2
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_sliding_windows(name: str, tmp_path: Path) -> None:
     made = w4pack.load(models.artifact(name, tmp_path, **SMALL))
