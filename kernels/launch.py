@@ -7,6 +7,7 @@ for a device, or in ``prepare``; a launch afterwards is a look-up and one call o
 import threading
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,15 +142,33 @@ def table_arch(arch: str) -> str:
     return "sm_80" if arch == tiles.PTX_ARCH else arch
 
 
+def check_installed() -> None:
+    """Look for what launches need, without importing it: for processes that fork before they use a card.
+
+    Raises:
+        UsageError: cuda-core is missing.
+    """
+    try:
+        found = find_spec("cuda.core")
+    except ModuleNotFoundError:  # there is no `cuda` at all
+        found = None
+    if found is None:
+        raise _missing()
+
+
 def _core() -> Any:
     try:
         import cuda.core
 
         return cuda.core
     except ImportError as error:
-        raise UsageError(
-            "running on a GPU needs cuda-core", code="extra-missing", hint="pip install 'w4pack[gpu]'"
-        ) from error
+        raise _missing() from error
+
+
+def _missing() -> UsageError:
+    return UsageError(
+        "running on a GPU needs cuda-core", code="extra-missing", hint="pip install 'w4pack[gpu]'"
+    )
 
 
 def _load(card: Device, entry: str, shared: int) -> Any:

@@ -9,10 +9,12 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
 
 from w4pack.convert.core.families import FUSED_LEAVES
 from w4pack.convert.dialects import w4pack as dialect
 from w4pack.convert.errors import Refused, W4PackError
+from w4pack.kernels import launch
 from w4pack.kernels.vllm import moe, source
 from w4pack.kernels.vllm.linear import W4PackLinearMethod
 from w4pack.kernels.vllm.source import Source
@@ -57,12 +59,15 @@ class W4PackConfig(QuantizationConfig):
         """Make it of the block in config.json.
 
         Raises:
-            Refused: a version, layout, key or ``online`` record that this version of w4pack does not know.
+            Refused: a version, layout, key or ``online`` record that this version of w4pack does not know; a
+                platform without kernels.
+            UsageError: cuda-core is missing.
         """
         problems = [_unknown(key, found) for key, found in dialect.claims(config).refusals]
         problems = problems or [_at_run_time(key, found) for key, found in dialect.run_time(config)]
         if problems:
             raise Refused.together(problems)
+        _check_platform()
         warn_of_release()
         return cls(config)
 
@@ -105,7 +110,10 @@ class W4PackConfig(QuantizationConfig):
         if isinstance(layer, ParallelLMHead) and prefix in self.source.specs:
             return W4PackLinearMethod(self.source, (prefix,), is_head=True, is_read=is_read)
         if moe.is_experts(layer):
-            return moe.method(self.source, layer, prefix, is_read=is_read)
+            method = moe.method(self.source, layer, prefix, is_read=is_read)
+            if method is not None:
+                self._check(get_tensor_model_parallel_world_size())
+            return method
         return None
 
     # ---- ours ------------------------------------------------------------------------------------
@@ -139,6 +147,20 @@ class W4PackConfig(QuantizationConfig):
         if ranks not in self._checked:
             self.source.refuse(ranks, split_experts=not parallel.enable_expert_parallel)
             self._checked.add(ranks)
+
+
+def _check_platform() -> None:
+    if current_platform.is_cuda():
+        launch.check_installed()
+    elif not current_platform.is_cpu():
+        raise Refused(
+            "there are no kernels for this platform",
+            code="platform",
+            where="vllm",
+            expected="an NVIDIA GPU, or a CPU",
+            found=str(current_platform.device_type),
+            hint="w4pack convert ARTIFACT OUT --to gptq, awq or compressed-tensors",
+        )
 
 
 def _unknown(key: str, found: str) -> W4PackError:

@@ -8,6 +8,7 @@ import copy
 import re
 import time
 from collections.abc import Generator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class W4PackModelLoader(DefaultModelLoader):
         super().__init__(plain)
         self._model: nn.Module | None = None  # that is being loaded
         self._config: Any = None
+        self._watch = ExitStack()  # over the model's code
         self._taking: FileTensor | None = None  # what the engine's code was given last
         self._is_online = False
 
@@ -82,7 +84,8 @@ class W4PackModelLoader(DefaultModelLoader):
             _check_built(model, model_config.hf_text_config, is_online=self._is_online)
         self.counter_before_loading_weights = time.perf_counter()  # the engine logs how long it took
         try:
-            super().load_weights(model, model_config)
+            with self._watch:
+                super().load_weights(model, model_config)
         except MODEL_ERRORS as err:
             if self._taking is None or isinstance(err, torch.OutOfMemoryError):
                 raise
@@ -114,10 +117,11 @@ class W4PackModelLoader(DefaultModelLoader):
             for name, tensor in names(tensors, ledger):
                 yield origin.prefix + name, tensor.whole()
             return
-        with Watch(ledger, threads):
-            for name, tensor in names(tensors, ledger):
-                self._taking = tensor
-                yield origin.prefix + name, tensor
+        self._watch.enter_context(Watch(ledger, threads))  # load_weights ends it where the model's code fails
+        for name, tensor in names(tensors, ledger):
+            self._taking = tensor
+            yield origin.prefix + name, tensor
+        self._watch.close()
         self._taking = None
         if is_artifact:
             _check_taken(self._model, tensors, ledger, self._config.hf_text_config)
@@ -127,8 +131,21 @@ class W4PackModelLoader(DefaultModelLoader):
         """Return the folder of a model, with its settings, downloaded if need be.
 
         The engine keeps settings in the Hub's own cache, and with ``--download-dir`` only weights elsewhere.
+
+        Raises:
+            SourceError: the model has no safetensors files.
         """
-        folder: str = self._prepare_weights(name, subfolder, revision, False, None)[0]
+        try:
+            folder: str = self._prepare_weights(name, subfolder, revision, False, None)[0]
+        except RuntimeError as err:
+            raise SourceError(
+                "this loader reads safetensors files only",
+                code="not-safetensors",
+                where=name,
+                expected="*.safetensors",
+                found=str(err),
+                hint=f"vllm serve {name} --load-format auto",
+            ) from err
         if not source.is_folder(name):
             for file in (CONFIG, *([hashes.MANIFEST] if self.options.get("check_hashes") else [])):
                 if not (Path(folder) / file).is_file():
@@ -197,7 +214,7 @@ def _options(given: Any) -> dict[str, Any]:
         kind, least = OPTIONS.get(name, (None, 0))
         if kind is None or type(value) is not kind or value < least:
             raise UsageError(
-                "the loader has no such option",
+                "the loader does not take this option",
                 code="loader-option",
                 where=f"--model-loader-extra-config: {name}",
                 expected="threads, at least 1; check_hashes, true or false",

@@ -26,7 +26,7 @@ PLAIN = "gptqmodel-w4g128-asym-llama"
 FLAGS: tuple[tuple[str, str, dict[str, Any], str, str], ...] = (
     ("float32", PLAIN, {"options": {"dtype": "float32"}}, "refuses", "float32 is not supported"),
     ("method", PLAIN, {"options": {"quantization": "gptq"}}, "refuses", "does not match"),
-    ("loader-option", PLAIN, loader_with(thread=1), "refuses", "no such option"),
+    ("loader-option", PLAIN, loader_with(thread=1), "refuses", "does not take this option"),
     ("no-threads", PLAIN, loader_with(threads=0), "refuses", "at least 1"),
     ("hashes", PLAIN, loader_with(threads=2, check_hashes=True), "equal", ""),
     ("prefix-caching", PLAIN, {"options": {"enable_prefix_caching": True}}, "equal", ""),

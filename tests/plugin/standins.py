@@ -86,7 +86,10 @@ class Loader:
         self.load_config = load_config
 
     def _prepare_weights(self, name: str, *_: Any) -> tuple[str]:
-        return (str(CACHED.get(name, name)),)
+        folder = Path(CACHED.get(name, name))
+        if not any(folder.glob("*.safetensors")):
+            raise RuntimeError("Cannot find any model weights")
+        return (str(folder),)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor)."""
@@ -144,10 +147,12 @@ SETTINGS = SimpleNamespace(
     load_config=SimpleNamespace(load_format="auto"),
     parallel_config=SimpleNamespace(enable_expert_parallel=False),
 )
+PLATFORM = SimpleNamespace(device_type="cpu", is_cuda=lambda: False, is_cpu=lambda: True)
 LAYERS = "vllm.model_executor.layers"
 MODULES: dict[str, dict[str, Any]] = {
     "vllm": {"__version__": "0.32.0"},
     "vllm.config": {"get_current_vllm_config": lambda: SETTINGS},
+    "vllm.platforms": {"current_platform": PLATFORM},
     "vllm.distributed": {
         "get_tensor_model_parallel_world_size": lambda: 1,
         "get_pp_group": lambda: SimpleNamespace(world_size=1),
@@ -211,3 +216,5 @@ def engine(*, without: str | None = None, version: str = "0.32.0") -> Iterator[N
         for name in set(sys.modules) - before:
             if name.startswith(("vllm", "w4pack.kernels.vllm")):
                 del sys.modules[name]
+                parent, _, leaf = name.rpartition(".")
+                vars(sys.modules.get(parent, sys)).pop(leaf if parent else "", None)

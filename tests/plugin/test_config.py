@@ -13,7 +13,7 @@ from artifacts import quant_block, write_artifact  # noqa: E402
 from plugin import standins  # noqa: E402
 
 from w4pack.convert.engines.plugin import TESTED, releases  # noqa: E402
-from w4pack.convert.errors import Refused, W4PackError  # noqa: E402
+from w4pack.convert.errors import Refused, UsageError, W4PackError  # noqa: E402
 from w4pack.kernels.spec import LinearSpec  # noqa: E402
 
 pytestmark = pytest.mark.skipif(standins.is_installed(), reason="vLLM itself is installed: make test-vllm")
@@ -64,6 +64,38 @@ def test_what_this_version_does_not_know_is_refused_with_a_way_on(change: dict[s
     assert err.code == "artifact-unknown"
     assert f"quantization_config.{next(iter(change))}" in str(err.where)
     assert str(err.hint).startswith("install the w4pack that wrote it")
+
+
+@pytest.mark.usefixtures("_engine")
+def test_a_platform_without_kernels_is_refused_when_the_engine_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(standins.PLATFORM, "is_cpu", lambda: False)
+    monkeypatch.setattr(standins.PLATFORM, "device_type", "xpu")
+    err = refusal(quant_block(SPECS))
+    assert (err.code, err.found) == ("platform", "xpu")
+    assert "--to gptq" in str(err.hint)
+
+
+@pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize("there", ["cuda.core", "cuda", ""])
+def test_a_gpu_without_cuda_core_is_refused_at_start(there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from w4pack.kernels import launch
+    from w4pack.kernels.vllm.config import W4PackConfig
+
+    def find_spec(name: str) -> object:
+        if not there:
+            raise ModuleNotFoundError("cuda")
+        return object() if there == name else None
+
+    monkeypatch.setattr(standins.PLATFORM, "is_cuda", lambda: True)
+    monkeypatch.setattr(launch, "find_spec", find_spec)
+    if there == "cuda.core":
+        W4PackConfig.from_config(quant_block(SPECS))
+    else:
+        with pytest.raises(UsageError) as caught:
+            W4PackConfig.from_config(quant_block(SPECS))
+        assert (caught.value.code, caught.value.hint) == ("extra-missing", "pip install 'w4pack[gpu]'")
 
 
 @pytest.fixture

@@ -67,6 +67,14 @@ def test_settings_that_are_there_are_not_asked_for(repository: Path) -> None:
     assert standins.ASKED == []
 
 
+def test_pickles_are_the_engines_own_loaders(tmp_path: Path) -> None:
+    with pytest.raises(SourceError) as caught:
+        loader()._folder(str(tmp_path), None)
+    err = caught.value
+    assert (err.code, err.where, err.expected) == ("not-safetensors", str(tmp_path), "*.safetensors")
+    assert err.hint == f"vllm serve {tmp_path} --load-format auto"
+
+
 # ---- models that stop --------------------------------------------------------------------------------
 
 
@@ -104,6 +112,21 @@ def test_a_tensor_at_which_the_model_stops_is_named(plain: SimpleNamespace, erro
     assert (err.code, err.where, err.hint) == ("tensor-mismatch", "model.safetensors, b", None)
     assert str(err.found) == f"F32 [2, 2]; {type(error).__name__}: {error}"
     assert err.__cause__ is error
+
+
+def test_nothing_watches_when_a_model_has_stopped(plain: SimpleNamespace) -> None:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    for error in (AssertionError(), ValueError("held by who caught it")):
+        ours, model = loader(), Model("b", error)
+        with pytest.raises(SourceError) as caught:
+            ours.load_weights(model, plain)
+        assert _get_current_dispatch_mode() is None
+        assert caught.value.__traceback__ is not None  # and with it the model's frames
+    again = Model("c", ValueError("behind"))
+    with pytest.raises(SourceError):
+        ours.load_weights(again, plain)  # the loader can be used once more
+    assert again.names == ["a", "b", "c"]
 
 
 def test_other_errors_of_a_model_stay_as_they_are(plain: SimpleNamespace) -> None:
