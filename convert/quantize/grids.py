@@ -20,7 +20,7 @@ LARGEST = {"F16": 65504.0, "BF16": 3.0e38, "F32": 3.0e38}
 
 COARSE = tuple(1.0 - 0.06 * i for i in range(10))  # clip ratios of the first pass: 1.0 to 0.46
 FINE = (0.03, 0.015)  # steps up and down from the best one so far
-CHUNK = 1 << 16  # weights of one working set: with its temporaries it stays in a 1 MiB cache
+CHUNK = 1 << 17  # weights of one working set: with its temporaries it stays in a 2 MiB cache
 CHUNK_CUDA = 1 << 26
 
 
