@@ -166,6 +166,9 @@ def _check(
     if not packed:
         problems.append(_no_artifact(checkpoint.label, "no packed layer in the files"))
     if problems:
+        for problem in problems:
+            if isinstance(problem, SourceError) and problem.hint is None:
+                problem.hint = f"w4pack verify {checkpoint.label}"
         raise Refused.together(problems)
     ours = {info.name for found in packed.values() for info in found.values()}
     dense = tuple(name for name in tensors if name not in ours)

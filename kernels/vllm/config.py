@@ -100,7 +100,8 @@ class W4PackConfig(QuantizationConfig):
             Refused: what the rules of ``w4pack check --engine vllm`` have against this artifact.
         """
         prefix = prefix.removeprefix(DRAFT)
-        is_read = get_current_vllm_config().load_config.load_format != "dummy"
+        settings = get_current_vllm_config()
+        is_read = settings.load_config.load_format != "dummy"
         if isinstance(layer, LinearBase):
             members = self._members(prefix)
             if any(name in self.source.specs for name in members):
@@ -108,6 +109,7 @@ class W4PackConfig(QuantizationConfig):
                 return W4PackLinearMethod(self.source, members, is_read=is_read)
             return UnquantizedLinearMethod()
         if isinstance(layer, ParallelLMHead) and prefix in self.source.specs:
+            is_read = is_read and settings.model_config.runner_type != "pooling"  # such a model has no head
             return W4PackLinearMethod(self.source, (prefix,), is_head=True, is_read=is_read)
         if moe.is_experts(layer):
             method = moe.method(self.source, layer, prefix, is_read=is_read)
@@ -143,9 +145,10 @@ class W4PackConfig(QuantizationConfig):
         return tuple(parent + dot + part for part in parts)
 
     def _check(self, ranks: int) -> None:
+        """Ask the rules, which know the names of the file."""
         parallel = get_current_vllm_config().parallel_config
-        if ranks not in self._checked:
-            self.source.refuse(ranks, split_experts=not parallel.enable_expert_parallel)
+        if self._found is not None and ranks not in self._checked:
+            self._found.refuse(ranks, split_experts=not parallel.enable_expert_parallel)
             self._checked.add(ranks)
 
 

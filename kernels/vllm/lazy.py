@@ -180,6 +180,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         noted = func is COPY and len(args) > 1 and isinstance(args[1], FileTensor)
         if not noted and not _is_view(func) and any(map(self._waits, tree_leaves((args, kwargs)))):
             self.ledger.execute(self.threads)
+        if func is COPY and not noted and args[0].device.type != "meta":
+            self.ledger.written.add(args[0].untyped_storage().data_ptr())  # what was read before
         return func(*args, **kwargs)
 
     def _waits(self, value: Any) -> bool:

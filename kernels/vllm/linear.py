@@ -131,7 +131,9 @@ class W4PackLinearMethod(LinearMethodBase):
         Raises:
             SourceError: a tensor that did not come, an act-order that is none.
         """
-        if self.is_read and not is_weights_pre_processed():
+        if not self.is_read:
+            return
+        if not is_weights_pre_processed():
             check_loaded(layer.w4pack.missing())
         layout: Layout = layer.w4pack.layout
         names = [run.parts[0].module for run in layout.runs]

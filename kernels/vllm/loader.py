@@ -5,30 +5,24 @@ It reads any safetensors checkpoint, and is what ``--load-format auto`` takes fo
 """
 
 import copy
-import re
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.distributed import get_pp_group
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
 
-from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError, name_some
+from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.files.checkpoint import CONFIG
-from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels import hashes, transfer
-from w4pack.kernels.packed import shown, tensor_error
-from w4pack.kernels.vllm import source
+from w4pack.kernels.vllm import completeness, source
 from w4pack.kernels.vllm.config import W4PackConfig
 from w4pack.kernels.vllm.lazy import FileTensor, Ledger, Watch, names
-from w4pack.kernels.vllm.linear import W4PackLinearMethod
-from w4pack.kernels.vllm.moe import W4PackMoEMethod
 from w4pack.kernels.vllm.unusable import METHOD
 
 FORMAT = "w4pack"
@@ -37,7 +31,6 @@ OPTIONS: dict[str, tuple[type[int], int]] = {
     "check_hashes": (bool, False),
 }  # type, least
 MODEL_ERRORS = (AssertionError, IndexError, KeyError, RuntimeError, ValueError)  # of code that takes tensors
-COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # old files hold them
 
 
 class W4PackModelLoader(DefaultModelLoader):
@@ -56,6 +49,7 @@ class W4PackModelLoader(DefaultModelLoader):
         self._model: nn.Module | None = None  # that is being loaded
         self._config: Any = None
         self._watch = ExitStack()  # over the model's code
+        self._read: list[completeness.Read] = []  # what the files hold that the code was given
         self._taking: FileTensor | None = None  # what the engine's code was given last
         self._is_online = False
 
@@ -81,17 +75,21 @@ class W4PackModelLoader(DefaultModelLoader):
         """
         self._model, self._config = model, model_config
         if model_config.quantization == METHOD:
-            _check_built(model, model_config.hf_text_config, is_online=self._is_online)
+            completeness.check_built(model, model_config, is_online=self._is_online)
         self.counter_before_loading_weights = time.perf_counter()  # the engine logs how long it took
         try:
             with self._watch:
                 super().load_weights(model, model_config)
+                for _, ledger in self._read:  # of code that did not ask for all tensors
+                    ledger.execute(self.options.get("threads"))
+            if model_config.quantization == METHOD:
+                completeness.check_taken(model, self._read, model_config)
         except MODEL_ERRORS as err:
             if self._taking is None or isinstance(err, torch.OutOfMemoryError):
                 raise
-            raise _not_taken(self._taking.info, err, model_config) from err
+            raise completeness.not_taken(self._taking.info, err, model_config) from err
         finally:
-            self._model = self._taking = None
+            self._model, self._taking, self._read = None, None, []
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
         """Yield (name, tensor) of all weights: unread while a model is loaded, else read one by one.
@@ -109,22 +107,19 @@ class W4PackModelLoader(DefaultModelLoader):
         """
         folder = self._folder(origin.model_or_path, origin.revision, origin.subfolder)
         tensors, places = transfer.file_tensors(folder)
-        is_artifact = self._config.quantization == METHOD
-        if is_artifact:
+        if self._config.quantization == METHOD:
             self._check_files(folder)
         ledger, threads = Ledger(places), self.options.get("threads")
         if self._model is None:
             for name, tensor in names(tensors, ledger):
                 yield origin.prefix + name, tensor.whole()
             return
-        self._watch.enter_context(Watch(ledger, threads))  # load_weights ends it where the model's code fails
+        self._read.append((tensors, ledger))
+        self._watch.enter_context(Watch(ledger, threads))  # until load_weights ends or fails
         for name, tensor in names(tensors, ledger):
             self._taking = tensor
             yield origin.prefix + name, tensor
-        self._watch.close()
         self._taking = None
-        if is_artifact:
-            _check_taken(self._model, tensors, ledger, self._config.hf_text_config)
         ledger.execute(threads)
 
     def _folder(self, name: str, revision: str | None, subfolder: str | None = None) -> str:
@@ -201,9 +196,6 @@ def register_loader() -> None:
         known["auto"] = auto(known["auto"])  # not by registering: that warns, though nothing else changes
 
 
-# ---- checks ----------------------------------------------------------------------------------------
-
-
 def _options(given: Any) -> dict[str, Any]:
     """Return the options of this loader.
 
@@ -221,78 +213,3 @@ def _options(given: Any) -> dict[str, Any]:
                 found=repr(value),
             )
     return dict(given)
-
-
-def _check_built(model: nn.Module, config: Any, *, is_online: bool) -> None:
-    """Compare the layers that the engine has made with the packed modules of the file.
-
-    is_online  the engine was told to quantize layers by itself: its methods then stand in the place of ours
-
-    Raises:
-        Refused: packed modules that are no layer of the engine's: its loader would fail without a name.
-    """
-    if get_pp_group().world_size > 1:  # most of them are another stage's
-        return
-    methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    ours = [method for method in methods if isinstance(method, (W4PackLinearMethod, W4PackMoEMethod))]
-    built = {name for method in ours for name in method.packed}
-    known = ours[0].source.specs if ours else ()
-    lost = [name for name in known if name not in built and not _left_aside(f"{name}.weight", config)]
-    if lost or not ours:
-        raise Refused(
-            "the engine's model has no layers for packed modules of the artifact",
-            code="no-layer",
-            where=name_some(lost) if lost else type(model).__name__,
-            expected="the layers under the names of the file",
-            found=f"{len(built)} packed layers",
-            hint="start the engine without quantizing once more" if is_online else None,
-        )
-
-
-def _not_taken(info: TensorInfo, err: Exception, model_config: Any) -> SourceError:
-    """Return the error for a tensor at which a model's code has stopped: it does not say which one."""
-    return SourceError(
-        "the engine's model does not take a tensor of the checkpoint",
-        code="tensor-mismatch",
-        where=f"{info.file}, {info.name}",
-        expected="a tensor as config.json says",
-        found=f"{shown(info)}; {type(err).__name__}: {' '.join(str(err).split())[:200]}",
-        hint=f"w4pack verify {model_config.model}" if model_config.quantization == METHOD else None,
-    )
-
-
-def _check_taken(model: nn.Module, tensors: Mapping[str, TensorInfo], ledger: Ledger, config: Any) -> None:
-    """Compare what the engine took with what the file has, and what it filled with what it needs.
-
-    The engine leaves tensors aside without a word where it has no place for them (biases above all).
-
-    Raises:
-        SourceError: lists all tensors that are missing or too many.
-    """
-    problems: list[W4PackError] = []
-    for name, parameter in model.named_parameters():
-        filled = parameter.untyped_storage().data_ptr() in ledger.written
-        if not filled and parameter.numel() > 1:
-            shape = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
-            what = "a tensor of the model is missing in the artifact"
-            problems.append(tensor_error(what, name, shape, None, "missing-tensor"))
-    if get_pp_group().world_size == 1:  # else most tensors are another stage's
-        for name in tensors.keys() - ledger.taken:
-            if not _left_aside(name, config):
-                what = "the artifact has a tensor that the engine has no place for"
-                problems.append(
-                    tensor_error(what, name, "no such tensor", shown(tensors[name]), "extra-tensor")
-                )
-    if problems:
-        raise Refused.together(problems)
-
-
-def _left_aside(name: str, config: Any) -> bool:
-    """Tell whether the engine leaves a tensor aside on purpose: computed, tied, or of a draft layer."""
-    if name.endswith(COMPUTED):
-        return True
-    if getattr(config, "tie_word_embeddings", False) and name.startswith("lm_head."):
-        return True
-    number = re.match(r"(?:.*\.)?layers\.(\d+)\.", name)
-    drafts = getattr(config, "num_nextn_predict_layers", None)
-    return bool(drafts) and number is not None and int(number[1]) >= config.num_hidden_layers

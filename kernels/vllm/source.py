@@ -86,14 +86,15 @@ class Source:
             whole = tuple(layer for layer in facts.layers if expert_index(layer.name) is None)
             facts = replace(facts, layers=whole)
         result = evaluate(facts, ENGINE, ranks)
+        folder = "ARTIFACT" if self.artifact is None else self.artifact.folder
         problems: list[W4PackError] = [
             Refused(
-                f"vLLM with w4pack does not run this artifact on {ranks} ranks",
+                f"vLLM with w4pack does not run this artifact on {ranks} rank{'s' if ranks > 1 else ''}",
                 code=blocker.rule,
                 where=blocker.layer,
                 expected=blocker.expected,
                 found=blocker.found,
-                hint=f"w4pack check ARTIFACT --engine vllm --tp {ranks}",
+                hint=f"w4pack check {folder} --engine vllm --tp {ranks}",
             )
             for blocker in result.blockers
             if blocker.verdict == "refuses"

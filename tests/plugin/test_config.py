@@ -135,6 +135,29 @@ def test_dummy_weights_need_no_file(config: Any, monkeypatch: pytest.MonkeyPatch
         layer = standins.Linear(f"{ATTENTION}.qkv_proj")
 
 
+@pytest.mark.parametrize("runner", ["generate", "pooling"])
+def test_a_packed_head_is_not_waited_for_where_the_model_pools(
+    runner: str, tmp_path: Path, _engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from w4pack.kernels.vllm.config import W4PackConfig
+
+    specs = {**SPECS, "lm_head": LinearSpec(128, 128, group_size=32)}
+    quant = quant_block(specs, modules_to_not_convert=[])
+    write_artifact(tmp_path / "artifact", specs, quant=quant)
+    config = W4PackConfig.from_config(quant)
+    config.maybe_update_config(str(tmp_path / "artifact"))
+    monkeypatch.setattr(standins.SETTINGS.model_config, "runner_type", runner)
+    head = standins.Head()
+    head.prefix, head.tp_rank, head.tp_size = "lm_head", 0, 1  # type: ignore[assignment]
+    method = config.get_quant_method(head, "lm_head")
+    method.create_weights(head, 128, [128], 128, 128, torch.float16)
+    if runner == "pooling":
+        method.process_weights_after_loading(head)
+    else:
+        with pytest.raises(W4PackError, match="did not come"):
+            method.process_weights_after_loading(head)
+
+
 # ---- ranks -------------------------------------------------------------------------------------------
 
 

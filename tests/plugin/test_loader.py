@@ -1,6 +1,6 @@
 """The model loader over stand-ins of the engine's: which folder it reads, what it says when models stop."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from artifacts import write_artifact  # noqa: E402
 from plugin import standins  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from w4pack.convert.errors import SourceError, W4PackError  # noqa: E402
 from w4pack.kernels.spec import LinearSpec  # noqa: E402
@@ -145,12 +145,115 @@ def test_other_errors_of_a_model_stay_as_they_are(plain: SimpleNamespace) -> Non
 def test_what_to_do_about_an_artifact_is_said(
     plain: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from w4pack.kernels.vllm import completeness
     from w4pack.kernels.vllm import loader as ours
 
     plain.quantization = "w4pack"
-    monkeypatch.setattr(ours, "_check_built", lambda *_, **__: None)
+    monkeypatch.setattr(completeness, "check_built", lambda *_, **__: None)
     monkeypatch.setattr(ours.W4PackModelLoader, "_check_files", lambda *_: None)
     plain.hf_text_config = SimpleNamespace()
     with pytest.raises(SourceError) as caught:
         loader().load_weights(Model("c", AssertionError()), plain)
     assert caught.value.hint == f"w4pack verify {plain.model}"
+
+
+# ---- what is missing, and what is left ---------------------------------------------------------------
+
+
+class Layers(torch.nn.Module):
+    """A model of two layers and a head; ``take`` says how it copies a tensor of the file."""
+
+    def __init__(self, take: Callable[[torch.Tensor, torch.Tensor], object], *, head: bool = True) -> None:
+        super().__init__()
+        self.take = take
+        for name in ("a", "b", *(["head"] if head else [])):
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False))
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take what there is a place for."""
+        own = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name.removesuffix(".weight") in own:
+                self.take(own[name.removesuffix(".weight")].data, tensor)
+
+
+def artifact(folder: Path, *names: str, **config: Any) -> SimpleNamespace:
+    """Write tensors under names; returns what the engine knows of the model."""
+    save_file({name: torch.rand(2, 2) + 1 for name in names}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    known = {"model": str(folder), "quantization": "w4pack", "runner_type": config.pop("runner", "generate")}
+    return SimpleNamespace(**known, hf_text_config=SimpleNamespace(num_hidden_layers=2, **config))
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    from w4pack.kernels.vllm import completeness
+    from w4pack.kernels.vllm import loader as ours
+
+    monkeypatch.setattr(completeness, "check_built", lambda *_, **__: None)
+    monkeypatch.setattr(ours.W4PackModelLoader, "_check_files", lambda *_: None)
+
+    def run(model: torch.nn.Module, *names: str, **config: Any) -> None:
+        loader().load_weights(model, artifact(tmp_path, *names, **config))
+        held = load_file(tmp_path / "model.safetensors")
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.data, held[f"{name}.weight"])
+
+    return run
+
+
+WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "copied": lambda own, tensor: own.copy_(tensor),
+    "read, then copied": lambda own, tensor: own.copy_(tensor.clone()),
+    "changed, then copied": lambda own, tensor: own.copy_((tensor.float() * 2 / 2).to(own.dtype)),
+    "in pieces": lambda own, tensor: [own[:1].copy_(tensor[:1]), own[1:].copy_(tensor[1:].clone())],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_is_filled_however_the_model_copies(way: str, load: Callable[..., None]) -> None:
+    load(Layers(WAYS[way]), "a.weight", "b.weight", "head.weight")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_that_nothing_is_copied_to_is_missing(way: str, load: Callable[..., None]) -> None:
+    with pytest.raises(SourceError) as caught:
+        load(Layers(WAYS[way]), "a.weight", "head.weight")
+    assert (caught.value.code, caught.value.where) == ("missing-tensor", "b")
+
+
+def test_a_model_that_does_not_ask_for_all_tensors_has_those_it_took(load: Callable[..., None]) -> None:
+    class Hasty(Layers):
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights(next(weights) for _ in range(3))
+
+    load(Hasty(WAYS["copied"]), "a.weight", "b.weight", "head.weight")
+
+
+# name of a tensor without a place, settings of the model under which it is left aside on purpose
+ASIDE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("lm_head.weight", {"tie_word_embeddings": True}),
+    ("lm_head.weight_scale", {"runner": "pooling"}),
+    ("model.layers.2.mlp.weight", {"num_nextn_predict_layers": 1}),
+    ("mtp.fc.weight", {}),
+    ("model.mtp_layers.0.mlp.weight", {}),
+    ("model.layers.0.self_attn.rotary_emb.inv_freq", {}),
+    ("model.layers.0.mlp.weight", {"model_type": "qwen3_next_mtp"}),
+)
+
+
+@pytest.mark.parametrize(("name", "config"), ASIDE, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_the_engine_leaves_aside_on_purpose_is_no_error(
+    name: str, config: dict[str, Any], load: Callable[..., None]
+) -> None:
+    load(Layers(WAYS["copied"], head=False), "a.weight", "b.weight", name, **config)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lm_head.weight", "model.layers.2.mlp.weight", "model.layers.0.mtpx.weight", "model.layers.0.mlp.bias"],
+)
+def test_any_other_tensor_without_a_place_is_an_error(name: str, load: Callable[..., None]) -> None:
+    with pytest.raises(SourceError) as caught:
+        load(Layers(WAYS["copied"], head=False), "a.weight", "b.weight", name)
+    assert (caught.value.code, caught.value.where) == ("extra-tensor", name)
