@@ -36,6 +36,7 @@ else:
 F = TypeVar("F", bound=Callable[..., Any])
 TARGETS = ("marlin", "marlin-legacy", "gptq", "awq", "compressed-tensors", "dense")
 ENGINES = ("vllm", "sglang", "transformers", "w4pack")
+RUN_BITS = click.Choice(["4", "8", "16"])  # of activations and of the cache at run time
 
 EXIT_CODES = """\b
 Exit codes:
@@ -137,13 +138,13 @@ quantize_options = _options(
     ),
     click.option(
         "--act-bits",
-        type=click.Choice(["4", "8", "16"]),
+        type=RUN_BITS,
         callback=_number,
         help="Of activations at run time, which calibration then runs with; 16 (as they are) by default.",
     ),
     click.option(
         "--kv-bits",
-        type=click.Choice(["4", "8", "16"]),
+        type=RUN_BITS,
         callback=_number,
         help="Of keys and values in the cache, likewise; 16 by default.",
     ),
@@ -434,13 +435,13 @@ def push(**given: Any) -> None:
 @click.option("--device", help="Where to compute: cpu (default), cuda or cuda:1.")
 @click.option(
     "--act-bits",
-    type=click.Choice(["4", "8", "16"]),
+    type=RUN_BITS,
     callback=_number,
     help="Of activations, where the artifact's records allow it; as it was calibrated by default.",
 )
 @click.option(
     "--kv-bits",
-    type=click.Choice(["4", "8", "16"]),
+    type=RUN_BITS,
     callback=_number,
     help="Of keys and values in the cache, likewise.",
 )
@@ -503,13 +504,13 @@ def evaluate(**given: Any) -> None:
 )
 @click.option(
     "--act-bits",
-    type=click.Choice(["4", "8", "16"]),
+    type=RUN_BITS,
     callback=_number,
     help="Of activations, of an artifact that was made for it: as it was calibrated unless asked otherwise.",
 )
 @click.option(
     "--kv-bits",
-    type=click.Choice(["4", "8", "16"]),
+    type=RUN_BITS,
     callback=_number,
     help="Of keys and values in the cache, likewise.",
 )
@@ -548,6 +549,13 @@ def generate(**given: Any) -> None:
     "--group-size",
     type=click.Choice(["-1", "32", "64", "128"]),
     help="Inputs that share a scale, with --shape: 128 by default; -1: all.",
+)
+@click.option(
+    "--act-bits",
+    type=RUN_BITS,
+    callback=_number,
+    help="Of activations: 4 and 8 time the quantizer and the product of integers. Of an artifact as it was "
+    "calibrated, of shapes 16 by default.",
 )
 @click.option(
     "--dtype",

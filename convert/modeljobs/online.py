@@ -20,10 +20,9 @@ from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.online import model_of
 from w4pack.convert.quantize.activations import fake_cache, fake_tokens
 from w4pack.convert.quantize.skeleton import CACHE_NAMES, Skeleton
-from w4pack.convert.rotate.accounting import Model
 from w4pack.convert.rotate.rotation import Rotation
 from w4pack.convert.rotate.transform import rotate
-from w4pack.convert.source.online import misfits, place, plain
+from w4pack.convert.source.online import misfits, place, plain, sites_of
 
 TRANSFORM_OF = {
     "attn_in": "residual_read",
@@ -31,17 +30,6 @@ TRANSFORM_OF = {
     "attn_out": "attn_out",
     "mlp_mid": "mlp_mid",
 }
-
-
-def sites_of(model: Model) -> dict[str, str]:
-    """Return module name of the checkpoint -> site of its input, for every linear of the decoder layers."""
-    found: dict[str, str] = {}
-    for layer in model.layers:
-        found.update(dict.fromkeys(layer.attention.readers, "attn_in"))
-        found.update(dict.fromkeys(layer.attention.writers, "attn_out"))
-        found.update(dict.fromkeys(layer.mlp.readers, "mlp_in"))
-        found.update(dict.fromkeys(layer.mlp.writers, "mlp_mid"))
-    return found
 
 
 def rotation_of(record: Hadamard) -> Rotation:
@@ -100,7 +88,7 @@ def runtime_of(
     if problems:
         raise Refused.together(problems)
     return Runtime(
-        online, sites_of(model), model.heads, frozenset(packed), settings.act_bits, settings.kv_bits
+        online, sites_of(model.layers), model.heads, frozenset(packed), settings.act_bits, settings.kv_bits
     )
 
 

@@ -44,23 +44,30 @@ class Place:
     heads: int
 
     @property
-    def hidden(self) -> set[int]:
-        """Widths of what reads the residual stream."""
-        return self._widths(name for x in self.layers for name in (*x.attention.readers, *x.mlp.readers))
-
-    @property
-    def inner(self) -> set[int]:
-        """Widths of what MLPs and experts read last."""
-        return self._widths(name for layer in self.layers for name in layer.mlp.writers)
+    def sites(self) -> dict[str, str]:
+        """Linear -> site of its input."""
+        return sites_of(self.layers)
 
     @property
     def head_sizes(self) -> set[int]:
         """Lengths of the value heads, from what reads them: no key of a config says it for every model."""
-        found = self._widths(name for layer in self.layers for name in layer.attention.writers)
-        return {width // self.heads for width in found}
+        return {width // self.heads for width in self.widths("attn_out")}
 
-    def _widths(self, names: Iterator[str]) -> set[int]:
-        return {self.linears[name].width for name in names if name in self.linears}
+    def widths(self, *sites: str) -> set[int]:
+        """Return how many features the linears of some sites read."""
+        found = [name for name, site in self.sites.items() if site in sites]
+        return {self.linears[name].width for name in found if name in self.linears}
+
+
+def sites_of(layers: Iterable[Layer]) -> dict[str, str]:
+    """Return linear -> site of its input, for every linear of the decoder layers."""
+    found: dict[str, str] = {}
+    for layer in layers:
+        found.update(dict.fromkeys(layer.attention.readers, "attn_in"))
+        found.update(dict.fromkeys(layer.attention.writers, "attn_out"))
+        found.update(dict.fromkeys(layer.mlp.readers, "mlp_in"))
+        found.update(dict.fromkeys(layer.mlp.writers, "mlp_mid"))
+    return found
 
 
 def refuse_architecture(architecture: Architecture) -> None:
@@ -99,10 +106,10 @@ def place(config: Mapping[str, Any], tensors: Iterable[str], linears: Mapping[st
 def misfits(records: Online, at: Place) -> Iterator[W4PackError]:
     """Yield what a model has no place for, whatever bits are chosen: it would run as another model."""
     wanted = {
-        "residual_read": at.hidden,
+        "residual_read": at.widths("attn_in", "mlp_in"),
         "qk": at.head_sizes,
         "attn_out": {at.heads},
-        "mlp_mid": at.inner,
+        "mlp_mid": at.widths("mlp_mid"),
     }
     for record in records.hadamard:
         sizes = wanted[record.site]
@@ -129,8 +136,7 @@ def without_kernel(settings: Settings, at: Place) -> Iterator[W4PackError]:
                 found=str(size),
                 hint="--kv-bits 16",
             )
-    blocks = [block for layer in at.layers for block in (layer.attention, layer.mlp)]
-    for name in (name for block in blocks for name in (*block.readers, *block.writers)):
+    for name in at.sites:
         odd = at.linears[name].odd if settings.act_bits != WIDE else ""
         if odd:
             yield Refused(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from w4pack.convert.console import Given, print_json, say
+from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.errors import UsageError, W4PackError
 from w4pack.convert.events import SCHEMA
 
@@ -38,7 +39,7 @@ def run_bench(given: Given) -> None:
     _require_extras()
     dtype, shapes = _shapes(given)
     device = _card()
-    rates = _rates(device, dtype)
+    rates = _rates(device, dtype, integers=any(shape.act_bits != WIDE for shape in shapes))
     if not given["as_json"]:
         print("\n".join(_ceilings(device, rates)), flush=True)
     _note_experts(given, shapes)
@@ -96,9 +97,10 @@ def _shapes(given: Given) -> tuple["torch.dtype", "list[Shape]"]:
         name = given["dtype"] or DEFAULT_DTYPE
         bits = DEFAULT_BITS if given["bits"] is None else int(given["bits"])
         group = DEFAULT_GROUP if given["group_size"] is None else int(given["group_size"])
-        texts = dict.fromkeys(given["shape"])
-        return getattr(torch, name), [shapes.of_text(text, bits, group, TAGS[name]) for text in texts]
-    artifact, found = shapes.open_shapes(Path(given["path"]))
+        texts, act_bits = dict.fromkeys(given["shape"]), given["act_bits"] or WIDE
+        made = [shapes.of_text(text, bits, group, TAGS[name], act_bits) for text in texts]
+        return getattr(torch, name), made
+    artifact, found = shapes.open_shapes(Path(given["path"]), given["act_bits"])
     own = artifact.config.get("dtype", artifact.config.get("torch_dtype"))
     name = given["dtype"] or (
         own if own in TAGS else "bfloat16"
@@ -131,10 +133,10 @@ def _card() -> "torch.device":
 # ---- measuring -------------------------------------------------------------------------------------
 
 
-def _rates(device: "torch.device", dtype: "torch.dtype") -> "Rates":
+def _rates(device: "torch.device", dtype: "torch.dtype", *, integers: bool) -> "Rates":
     from w4pack.kernels.bench.rates import measure
 
-    rates = measure(device, dtype)
+    rates = measure(device, dtype, integers=integers)
     _give_back(device)
     return rates
 
@@ -204,6 +206,7 @@ def _ceilings(device: "torch.device", rates: "Rates") -> list[str]:
         f"card      {_name(device)}",
         f"reads     {rates.read / 1e12:.2f} TB/s ({rates.read_by})",
         f"computes  {rates.operations / 1e12:.0f} TFLOP/s ({rates.operations_by})",
+        *([f"integers  {rates.integers / 1e12:.0f} TOP/s ({rates.integers_by})"] if rates.integers else []),
         "floor     the larger of bytes / reads and operations / computes; rates measured just now",
     ]
 
@@ -213,6 +216,7 @@ def _title(shape: "Shape") -> list[str]:
     spec = shape.spec
     group = "one group" if spec.group_size == -1 else f"g{spec.group_size}"
     more = ("" if spec.sym else ", zero points") + (", act-order" if spec.act_order else "")
+    more += "" if shape.act_bits == WIDE else f", {shape.act_bits}-bit activations"
     layers = [f"  {name} x {count}" for name, count in shape.layers]
     return [f"{spec.n}x{spec.k}, {spec.bits} bit, {group}{more}", *layers]
 
@@ -242,6 +246,8 @@ def _record(
         "read_by": rates.read_by,
         "operations_per_second": rates.operations,
         "operations_by": rates.operations_by,
+        "integers_per_second": rates.integers or None,
+        "integers_by": rates.integers_by or None,
         "shapes": [_shape_record(shape, points) for shape, points in found],
     }
 
@@ -254,6 +260,7 @@ def _shape_record(shape: "Shape", points: "list[Point]") -> dict[str, Any]:
         "bits": spec.bits,
         "group_size": spec.group_size,
         "sym": spec.sym,
+        "act_bits": shape.act_bits,
         "act_order": spec.act_order,
         "layers": [{"name": name, "count": count} for name, count in shape.layers],
         "points": [

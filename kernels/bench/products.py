@@ -1,20 +1,27 @@
-"""One product of a shape and an M: our kernel and the library's 16-bit one, in turns, checked.
+"""One product of a shape and an M: ours and the library's 16-bit one, in turns, checked.
+
+With 4- or 8-bit activations ours is the quantizer of 16-bit rows and the product of integers, two launches.
 
 Numbers are random: codes over all values, scales in [0.005, 0.015], normal activations; the library gets
 the dense weight of the same codes. Both outputs are poisoned with NaN and compared on whole chunks of
 columns with the product in fp64, whose weight comes from the definition of the tile, not from a kernel.
+A product of integers is held against its own codes: whether these are right is no matter of time.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.errors import W4PackError
 from w4pack.kernels import ops, reference
 from w4pack.kernels.bench.rates import Rates
 from w4pack.kernels.bench.shapes import Shape
 from w4pack.kernels.bench.timing import Candidate, race, rotation, warm_up
 from w4pack.kernels.layout import TILE_N
+from w4pack.kernels.quarot import orders_int
+from w4pack.kernels.quarot.fronts import PlainFront
+from w4pack.kernels.quarot.modules import int_product, order_of
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 SAMPLED_CHUNKS = 2  # of 64 columns each
@@ -57,6 +64,7 @@ class Weights:
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.spec, self.dtype, self.device = shape.spec, dtype, device
+        self.front = None if shape.act_bits == WIDE else PlainFront(shape.act_bits, 1.0, "")
         spec = shape.spec
         scales = torch.rand((spec.groups, spec.n), device=device) * 0.01 + 0.005
         scales = (scales / 2 ** (spec.bits - 4)).to(DTYPES[shape.scale_dtype])
@@ -70,19 +78,40 @@ class Weights:
         copies = rotation(dense.numel() * dense.element_size())
         self.dense = [dense, *(dense.clone() for _ in range(copies - 1))]
 
-    def product(self, i: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Multiply as a layer does, its gather included: (M, in_features) to (M, N)."""
+    def product(self, i: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Multiply as a layer does, its gather or quantizer included: (M, in_features) to (M, N).
+
+        The result is ``out``, but for a product of integers, which makes its own.
+        """
         spec = self.spec
+        if self.front is not None:
+            codes, scales = self.codes(x)
+            tensors = {"weight": self.packed[i][0], "weight_scale": self.packed[i][1]}
+            return int_product(spec, tensors, codes, scales, None, self.front.bits, self.dtype)
         given = x if self.perm is None else ops.gather(x, self.perm, spec.k)
         ops.gemm_out(given, *self.packed[i], None, spec.bits, spec.group_size, out)
+        return out
+
+    def codes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes and scales of x. Only for products of integers."""
+        assert self.front is not None
+        return self.front.codes(x, order_of(self.spec, self.device, self.front.bits), self.spec.k)
+
+    def multiplied(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows that the product multiplies: as they are, or what their codes mean, in fp64."""
+        if self.front is None:
+            return rows.double()
+        codes, scales = self.codes(x)
+        whole = orders_int.natural(codes, order_of(self.spec, self.device, self.front.bits))
+        return whole.double() * scales.double()[:, None]
 
     def inputs(self, m: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return random activations, and the same in the order and width of the packed rows."""
         x = torch.randn(m, self.spec.in_features, device=self.device).to(self.dtype)
         return x, x if self.perm is None else reference.gather(x, self.perm, self.spec.k)
 
-    def exact(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return columns that were drawn, and the product of ``rows`` there in fp64: (M, columns)."""
+    def sample(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return columns that were drawn, and the weight there in fp64: (K, columns)."""
         spec = self.spec
         chunks = torch.randperm(spec.n // TILE_N, device=self.device)[:SAMPLED_CHUNKS]
         weight, scales, zeros = (
@@ -91,7 +120,7 @@ class Weights:
         assert weight is not None and scales is not None
         dense = reference.dense(weight, scales, zeros, spec.bits, spec.group_size, torch.float64)
         columns = (chunks[:, None] * TILE_N + torch.arange(TILE_N, device=self.device)).flatten()
-        return columns, rows.double() @ dense
+        return columns, dense
 
 
 def warm(weights: Weights) -> None:
@@ -116,6 +145,7 @@ def point(weights: Weights, m: int, rates: Rates, repeats: int) -> Point:
     def library(i: int) -> None:
         torch.mm(rows, weights.dense[i].t(), out=theirs)
 
+    integers = weights.front is not None
     times = race(
         [
             Candidate("w4pack", lambda i: weights.product(i, x, ours), len(weights.packed), device),
@@ -123,12 +153,14 @@ def point(weights: Weights, m: int, rates: Rates, repeats: int) -> Point:
         ],
         repeats,
     )
-    columns, exact = weights.exact(rows)
+    if integers:
+        ours = weights.product(0, x, ours)
+    columns, dense = weights.sample()
     where = f"{spec.n}x{spec.k}, M {m}"
-    error = checked(ours, columns, exact, f"w4pack, {where}")
-    library_error = checked(theirs, columns, exact, f"torch.mm, {where}")
+    error = checked(ours, columns, weights.multiplied(x, rows) @ dense, f"w4pack, {where}")
+    library_error = checked(theirs, columns, rows.double() @ dense, f"torch.mm, {where}")
     nbytes = weights.bytes + x.element_size() * m * (spec.k + spec.n)
-    floor, bound = rates.floor(nbytes, 2 * m * spec.n * spec.k)
+    floor, bound = rates.floor(nbytes, 2 * m * spec.n * spec.k, integers=integers)
     seconds, library_seconds = times["w4pack"] / 1e6, times["library"] / 1e6
     return Point(m, floor, bound, seconds, library_seconds, error, library_error)
 

@@ -22,16 +22,20 @@ class Rates:
 
     read        bytes a second, and by what it was reached
     operations  multiplications and additions a second in 16 bit, and by what
+    integers    the same of 8-bit integers, where they were measured: else 0
     """
 
     read: float
     read_by: str
     operations: float
     operations_by: str
+    integers: float = 0.0
+    integers_by: str = ""
 
-    def floor(self, nbytes: int, operations: int) -> tuple[float, str]:
+    def floor(self, nbytes: int, operations: int, *, integers: bool = False) -> tuple[float, str]:
         """Return the least seconds for this much work, and what bounds it: ``bytes`` or ``operations``."""
-        by_bytes, by_operations = nbytes / self.read, operations / self.operations
+        rate = self.integers if integers else self.operations
+        by_bytes, by_operations = nbytes / self.read, operations / rate
         return max((by_bytes, "bytes"), (by_operations, "operations"))
 
 
@@ -39,13 +43,26 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
     *,
+    integers: bool = False,
     read_bytes: int = READ_BYTES,
     sides: tuple[tuple[int, int, int], ...] = MATRIX_SIDES,
 ) -> Rates:
-    """Measure both rates: the best of several sweeps, the best of several products."""
+    """Measure the rates: the best of several sweeps, the best of several products.
+
+    Args:
+        device: to measure.
+        dtype: of 16-bit products.
+        integers: measure products of 8-bit integers too.
+        read_bytes: of the sweep.
+        sides: (M, N, K) of the products.
+    """
     read, read_by = _read(device, read_bytes)
-    best = max((_products(device, dtype, m, n, k), f"{m}x{n}x{k}") for m, n, k in sides)
-    return Rates(read, read_by, best[0], f"{best[1]} {str(dtype).removeprefix('torch.')}")
+
+    def best(kind: torch.dtype) -> tuple[float, str]:
+        rate, shape = max((_products(device, kind, m, n, k), f"{m}x{n}x{k}") for m, n, k in sides)
+        return rate, f"{shape} {str(kind).removeprefix('torch.')}"
+
+    return Rates(read, read_by, *best(dtype), *(best(torch.int8) if integers else (0.0, "")))
 
 
 def _read(device: torch.device, wanted: int) -> tuple[float, str]:
@@ -67,14 +84,23 @@ def _read(device: torch.device, wanted: int) -> tuple[float, str]:
 
 def _products(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> float:
     """Return operations a second of the library's matrix product, weights rotated."""
-    x = torch.randn(m, k, device=device).to(dtype)
-    sets = rotation(2 * n * k)
-    weights = [(torch.randn(n, k, device=device) * k**-0.5).to(dtype) for _ in range(sets)]
-    out = torch.empty(m, n, dtype=dtype, device=device)
+    sets = rotation(dtype.itemsize * n * k)
+    x = _random(device, dtype, m, k)
+    weights = [_random(device, dtype, n, k, k**-0.5) for _ in range(sets)]
+    out = torch.empty(m, n, dtype=torch.int32 if dtype == torch.int8 else dtype, device=device)
+    multiply = torch._int_mm if dtype == torch.int8 else torch.mm  # the one product of integers torch has
     times = race(
-        [Candidate("product", lambda i: torch.mm(x, weights[i].t(), out=out), sets, device)], REPEATS, LONG_US
+        [Candidate("product", lambda i: multiply(x, weights[i].t(), out=out), sets, device)], REPEATS, LONG_US
     )
     return 2 * m * n * k / times["product"] * 1e6
+
+
+def _random(device: torch.device, dtype: torch.dtype, rows: int, k: int, scale: float = 1.0) -> torch.Tensor:
+    """Return (rows, k): normal numbers times ``scale``, or integers over their whole range."""
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, (rows, k), dtype=dtype, device=device)
+    made: torch.Tensor = (torch.randn(rows, k, device=device) * scale).to(dtype)
+    return made
 
 
 def _best(runs: Mapping[str, Launcher], device: torch.device) -> tuple[str, float]:

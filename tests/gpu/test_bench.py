@@ -24,6 +24,8 @@ pytestmark = [
         ("--bits", "4"),
         ("--bits", "8", "--group-size", "64"),
         ("--group-size", "-1", "--dtype", "bfloat16"),
+        ("--act-bits", "4"),
+        ("--act-bits", "8", "--bits", "8", "--group-size", "-1"),
     ],
     ids=" ".join,
 )
@@ -45,6 +47,8 @@ def test_the_rates_lie_between_the_bus_and_what_no_card_has() -> None:
     found = rates.measure(torch.device("cuda"), torch.float16)
     assert 1e11 < found.read < 3e13
     assert 1e12 < found.operations < 2e16
+    assert found.integers == 0
+    assert 1e12 < rates.measure(torch.device("cuda"), torch.float16, integers=True).integers < 4e16
 
 
 def test_a_graph_holds_whole_rounds() -> None:

@@ -12,13 +12,18 @@ import torch
 from artifacts import write_artifact
 from click.testing import CliRunner, Result
 
+from runtime import quarot_models as models
 from w4pack import cli
+from w4pack.convert import convert
+from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.kernels import ops
-from w4pack.kernels.bench import command, shapes, timing
+from w4pack.kernels.bench import command, products, rates, shapes, timing
 from w4pack.kernels.bench.rates import Rates
+from w4pack.kernels.quarot.modules import int_product
 from w4pack.kernels.spec import LinearSpec
 
-RATES = Rates(4.6e12, "sum over 4.00 GiB", 775e12, "1024x4096x14336 float16")
+FLOATS, INTEGERS = "1024x4096x14336 float16", "8192x8192x8192 int8"
+RATES = Rates(4.6e12, "sum over 4.00 GiB", 775e12, FLOATS, 1500e12, INTEGERS)
 
 
 def run(*args: object) -> Result:
@@ -29,7 +34,7 @@ def run(*args: object) -> Result:
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command with a CPU in the card's place."""
     monkeypatch.setattr(command, "_card", lambda: torch.device("cpu"))
-    monkeypatch.setattr(command, "_rates", lambda device, dtype: RATES)
+    monkeypatch.setattr(command, "_rates", lambda device, dtype, integers: RATES)
     monkeypatch.setattr(timing, "ROTATED", 1 << 18)
 
 
@@ -135,6 +140,72 @@ def test_json_carries_all_that_the_table_says(on_cpu: None) -> None:
     assert point["floor_seconds"] == (128 * 192 + 2 * 128 + 2 * 2 * (128 + 192)) / 4.6e12
     assert point["share_of_floor"] == point["floor_seconds"] / point["seconds"]
     assert point["speed_up"] == point["library_seconds"] / point["seconds"]
+
+
+# ---- products of integers ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact with 4-bit activations and cache; down_proj reads 16-bit values."""
+    place = tmp_path_factory.mktemp("quantized")
+    plain = models.source("llama", place / "source", num_attention_heads=2, num_key_value_heads=1)
+    options = QuantizeOptions(method="rtn", group_size=64, act_bits=4, kv_bits=4)
+    convert(plain, place / "out", quantize=options)
+    models.edit_online(place / "out", lambda records: [r for r in records if r.get("site") != "mlp_mid"])
+    return place / "out"
+
+
+def test_an_artifact_of_4_bit_activations_is_timed_as_it_runs(quantized: Path, on_cpu: None) -> None:
+    def bits(*options: object) -> dict[str, int]:
+        done = run(quantized, "--m", 3, "--json", *options)
+        assert done.exit_code == 0, done.output
+        data = json.loads(done.stdout)
+        assert data["integers_per_second"] == 1500e12
+        return {layer["name"]: shape["act_bits"] for shape in data["shapes"] for layer in shape["layers"]}
+
+    attention, mlp = "model.layers.*.self_attn.", "model.layers.*.mlp."
+    names = [f"{attention}q_proj+k_proj+v_proj", f"{attention}o_proj", f"{mlp}gate_proj+up_proj"]
+    assert bits() == dict.fromkeys(names, 4) | {f"{mlp}down_proj": 16}
+    assert bits("--act-bits", 8) == dict.fromkeys(names, 8) | {f"{mlp}down_proj": 16}
+    assert set(bits("--act-bits", 16).values()) == {16}
+
+
+def test_products_of_integers_are_held_against_their_codes(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options in (("--bits", 4), ("--bits", 8), ("--group-size", -1), ("--dtype", "bfloat16")):
+        for act in (4, 8):
+            done = run("--shape", "128x256", "--m", "1,5", "--json", "--act-bits", act, *options)
+            assert done.exit_code == 0, done.output
+            (shape,) = json.loads(done.stdout)["shapes"]
+            assert shape["act_bits"] == act
+            floor = shape["points"][1]["floor_seconds"]
+            assert shape["points"][1]["bound"] == "bytes" and floor > 0
+    table = run("--shape", "128x256", "--m", 1, "--act-bits", 4).stdout
+    assert "128x256, 4 bit, g128, 4-bit activations" in table
+    assert "integers  1500 TOP/s (8192x8192x8192 int8)" in table
+
+    monkeypatch.setattr(products, "int_product", off_by(1.01))
+    done = run("--shape", "128x256", "--m", 1, "--act-bits", 4)
+    assert done.exit_code == 1 and "a product is wrong" in done.stderr
+
+
+def off_by(factor: float) -> Callable[..., Any]:
+    return lambda *arguments: int_product(*arguments) * factor
+
+
+def test_integers_bound_by_operations_use_their_own_rate() -> None:
+    assert RATES.floor(1, 3 * 10**15, integers=True) == (2.0, "operations")
+    assert RATES.floor(1, 775 * 10**12) == (1.0, "operations")
+
+
+def test_the_rate_of_integers_is_measured_where_it_is_asked_for() -> None:
+    sides = ((32, 64, 64),)
+    found = rates.measure(torch.device("cpu"), torch.float16, integers=True, read_bytes=1 << 20, sides=sides)
+    assert found.integers > 0 and found.integers_by == "32x64x64 int8"
+    plain = rates.measure(torch.device("cpu"), torch.float16, read_bytes=1 << 20, sides=sides)
+    assert (plain.integers, plain.integers_by) == (0.0, "")
 
 
 @pytest.mark.parametrize(
