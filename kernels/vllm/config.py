@@ -112,7 +112,8 @@ class W4PackConfig(QuantizationConfig):
             is_read = is_read and settings.model_config.runner_type != "pooling"  # such a model has no head
             return W4PackLinearMethod(self.source, (prefix,), is_head=True, is_read=is_read)
         if moe.is_experts(layer):
-            method = moe.method(self.source, layer, prefix, is_read=is_read)
+            lora = settings.lora_config
+            method = moe.method(self.source, layer, prefix, is_read=is_read, adapters=lora)
             if method is not None:
                 self._check(get_tensor_model_parallel_world_size())
             return method

@@ -30,11 +30,15 @@ def is_experts(layer: Any) -> bool:
     return isinstance(layer, RoutedExperts)
 
 
-def method(source: Source, layer: Any, prefix: str, *, is_read: bool = True) -> "W4PackMoEMethod | None":
+def method(
+    source: Source, layer: Any, prefix: str, *, is_read: bool = True, adapters: Any = None
+) -> "W4PackMoEMethod | None":
     """Return how experts compute; None: they are left in 16 bit.
 
+    adapters  the engine's settings for LoRA: it wraps every layer that they do not leave out
+
     Raises:
-        Refused: some experts of a layer are packed and others are not.
+        Refused: some experts of a layer are packed and others are not; adapters on packed experts.
     """
     base = prefix.removesuffix(".routed_experts")
     leaves = {"w1": layer.ckpt_gate_proj_name, "w2": layer.ckpt_down_proj_name, "w3": layer.ckpt_up_proj_name}
@@ -54,6 +58,15 @@ def method(source: Source, layer: Any, prefix: str, *, is_read: bool = True) -> 
             expected=f"{len(wanted)} packed layers in {base}",
             found=str(len(found)),
             hint=f"w4pack convert SOURCE OUT --ignore 're:{base}.*' leaves all of them in 16 bit",
+        )
+    if adapters is not None and adapters.target_modules is None:
+        raise Refused(
+            "adapters on packed experts do not run",
+            code="lora-experts",
+            where=base,
+            expected="--enable-lora for other layers only",
+            found="all layers",
+            hint="vllm serve OUT --enable-lora --lora-target-modules qkv_proj o_proj",
         )
     return W4PackMoEMethod(source, name, layer.moe_config, is_read=is_read)
 

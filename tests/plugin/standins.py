@@ -147,6 +147,7 @@ SETTINGS = SimpleNamespace(
     load_config=SimpleNamespace(load_format="auto"),
     parallel_config=SimpleNamespace(enable_expert_parallel=False),
     model_config=SimpleNamespace(runner_type="generate"),
+    lora_config=None,
 )
 PLATFORM = SimpleNamespace(device_type="cpu", is_cuda=lambda: False, is_cpu=lambda: True)
 LAYERS = "vllm.model_executor.layers"

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def test_a_platform_without_kernels_is_refused_when_the_engine_starts(
 @pytest.mark.usefixtures("_engine")
 @pytest.mark.parametrize("there", ["cuda.core", "cuda", ""])
 def test_a_gpu_without_cuda_core_is_refused_at_start(there: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from w4pack.kernels import launch
+    from w4pack.convert import errors
     from w4pack.kernels.vllm.config import W4PackConfig
 
     def find_spec(name: str) -> object:
@@ -89,7 +90,7 @@ def test_a_gpu_without_cuda_core_is_refused_at_start(there: str, monkeypatch: py
         return object() if there == name else None
 
     monkeypatch.setattr(standins.PLATFORM, "is_cuda", lambda: True)
-    monkeypatch.setattr(launch, "find_spec", find_spec)
+    monkeypatch.setattr(errors, "find_spec", find_spec)
     if there == "cuda.core":
         W4PackConfig.from_config(quant_block(SPECS))
     else:
@@ -156,6 +157,28 @@ def test_a_packed_head_is_not_waited_for_where_the_model_pools(
     else:
         with pytest.raises(W4PackError, match="did not come"):
             method.process_weights_after_loading(head)
+
+
+@pytest.mark.parametrize(("targets", "runs"), [(None, False), (["qkv_proj"], True)])
+def test_adapters_on_packed_experts_are_refused(
+    targets: list[str] | None, runs: bool, tmp_path: Path, _engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from w4pack.kernels.vllm.config import W4PackConfig
+
+    name = "model.layers.0.block_sparse_moe.experts"
+    specs = {f"{name}.0.{leaf}": LinearSpec(64, 64, group_size=32) for leaf in ("w1", "w2", "w3")}
+    write_artifact(tmp_path / "artifact", specs)
+    config = W4PackConfig.from_config(quant_block(specs))
+    config.maybe_update_config(str(tmp_path / "artifact"))
+    monkeypatch.setattr(standins.SETTINGS, "lora_config", SimpleNamespace(target_modules=targets))
+    layer = standins.Experts(name, 1)
+    if runs:
+        assert set(config.get_quant_method(layer, f"{name}.routed_experts").packed) == set(specs)
+    else:
+        with pytest.raises(Refused) as caught:
+            config.get_quant_method(layer, f"{name}.routed_experts")
+        assert (caught.value.code, caught.value.where) == ("lora-experts", name)
+        assert "--lora-target-modules" in str(caught.value.hint)
 
 
 # ---- ranks -------------------------------------------------------------------------------------------
