@@ -20,6 +20,7 @@ from gemm import environment, natural, rows_of_codes, skip
 from w4pack.kernels import launch, ops, reference, tiles
 from w4pack.kernels.bench.timing import Candidate, Launcher, race, rotation, warm_up
 from w4pack.kernels.quarot import int_launch, int_ops, int_tiles, orders_int, quantize_ops
+from w4pack.kernels.quarot.calls import Product
 from w4pack.kernels.quarot.transform import Transform
 
 SITES = {
@@ -61,7 +62,8 @@ class Layer:
     ) -> None:
         """Launch the integer product on rotation set ``i``."""
         words, s = self.packed[i]
-        int_launch.gemm(codes, scales, words, s, None, self.group, ORDER, self.k, out, chosen)  # type: ignore[arg-type]
+        given = Product(codes, scales, words, s, None, 4, 8, self.group, ORDER, self.k, out.dtype)
+        int_launch.gemm(given, out, chosen)  # type: ignore[arg-type]
 
 
 class Humming:

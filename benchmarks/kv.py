@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from w4pack.kernels.bench.timing import Candidate, race, warm_up
 from w4pack.kernels.quarot import kv, kv_layout, kv_reference
+from w4pack.kernels.quarot.calls import Attention
 from w4pack.kernels.quarot.transform import Transform
 
 BACKENDS = {
@@ -87,7 +88,9 @@ class Point:
         pages = (self.codes, self.params, self.table[-1:], lengths[-1:])
         if few.shape[2] * self.tokens > 1 << 26:  # scores would not fit
             few, found = few[:, :, -128:], found[:, -128:]
-        exact = kv_reference.attention(few, *pages, None, self.size**-0.5, 0, 0.0, self.key, self.bits)
+        exact = kv_reference.attention(
+            Attention(few, *pages, None, self.size**-0.5, 0, 0.0, self.key, self.bits)
+        )
         mine = found[-1:, :, :: self.heads // self.kv_heads].float()
         return float((mine - exact).norm() / exact.norm())
 

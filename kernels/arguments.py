@@ -42,16 +42,17 @@ class Packed(NamedTuple):
         return int32(self.scales.dtype == torch.bfloat16)
 
 
-def with_packed(function: Callable[..., Any], between: int) -> Callable[..., Any]:
-    """Make an operator of a function of (x, packed, ``between`` more, ...).
+def with_packed(function: Callable[..., Any], before: int, between: int) -> Callable[..., Any]:
+    """Make an operator of a function of (``before`` arguments, packed, ``between`` more, ...).
 
-    Torch hands over (x, weight, scales, zeros?, ``between`` more, bits, group_size, ...), all by position.
+    Torch hands over (before, weight, scales, zeros?, between, bits, group_size, ...), all by position.
     """
-    scheme = 4 + between
+    tensors = before + 3
+    scheme = tensors + between
 
     def operator(*given: Any) -> Any:
-        packed = Packed(*given[1:4], *given[scheme : scheme + 2])
-        return function(given[0], packed, *given[4:scheme], *given[scheme + 2 :])
+        packed = Packed(*given[before:tensors], *given[scheme : scheme + 2])
+        return function(*given[:before], packed, *given[tensors:scheme], *given[scheme + 2 :])
 
     return operator
 

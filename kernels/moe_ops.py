@@ -64,11 +64,11 @@ def _gather_fake(x: "Tensor", rows: "Tensor", offsets: "Tensor", perm: "Tensor",
     return x.new_empty((rows.shape[0], width))
 
 
-_library.impl("moe_gemm", with_packed(moe_launch.gemm, between=2), "CUDA")
+_library.impl("moe_gemm", with_packed(moe_launch.gemm, before=1, between=2), "CUDA")
 _library.impl("moe_gather", moe_launch.gather, "CUDA")
-_library.impl("moe_gemm", with_packed(_gemm_cpu, between=2), "CPU")
+_library.impl("moe_gemm", with_packed(_gemm_cpu, before=1, between=2), "CPU")
 _library.impl("moe_gather", _gather_cpu, "CPU")
-torch.library.register_fake("w4pack::moe_gemm", with_packed(_gemm_fake, between=2), lib=_library)
+torch.library.register_fake("w4pack::moe_gemm", with_packed(_gemm_fake, before=1, between=2), lib=_library)
 torch.library.register_fake("w4pack::moe_gather", _gather_fake, lib=_library)
 
 moe_gemm = torch.ops.w4pack.moe_gemm.default

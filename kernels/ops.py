@@ -104,26 +104,20 @@ def _gather_fake(x: "Tensor", perm: "Tensor", width: int) -> "Tensor":
     return x.new_empty((x.shape[0], width))
 
 
-def _dequantize_cuda(
-    weight: "Tensor", scales: "Tensor", zeros: "Tensor | None", bits: int, group_size: int, dtype: torch.dtype
-) -> "Tensor":
-    packed = Packed(weight, scales, zeros, bits, group_size)
+def _dequantize_cuda(packed: Packed, dtype: torch.dtype) -> "Tensor":
     k, n = checks.weight(*packed)
     checks.dense_dtype(dtype)
     return gemm_launch.dequantize(packed, k, n, dtype)
 
 
-def _dequantize_cpu(
-    weight: "Tensor", scales: "Tensor", zeros: "Tensor | None", bits: int, group_size: int, dtype: torch.dtype
-) -> "Tensor":
-    checks.weight(weight, scales, zeros, bits, group_size)
-    return reference.dequantize(weight, scales, zeros, bits, group_size, dtype)
+def _dequantize_cpu(packed: Packed, dtype: torch.dtype) -> "Tensor":
+    checks.weight(*packed)
+    return reference.dequantize(*packed, dtype)
 
 
-def _dequantize_fake(
-    weight: "Tensor", scales: "Tensor", zeros: "Tensor | None", bits: int, group_size: int, dtype: torch.dtype
-) -> "Tensor":
-    return weight.new_empty((weight.shape[1] * 2 // bits, weight.shape[0] * 16), dtype=dtype)
+def _dequantize_fake(packed: Packed, dtype: torch.dtype) -> "Tensor":
+    rows, words = packed.weight.shape
+    return packed.weight.new_empty((words * 2 // packed.bits, rows * 16), dtype=dtype)
 
 
 def _check_repack(words: "Tensor", perm: "Tensor | None", bits: int) -> tuple[int, int]:
@@ -160,7 +154,9 @@ for _name in ("gemm", "gemm_out", "gather", "dequantize", "repack"):
     for _key in ("cuda", "cpu", "fake"):
         _function = globals()[f"_{_name}_{_key}"]
         if _name.startswith("gemm"):
-            _function = with_packed(_function, between=1)
+            _function = with_packed(_function, before=1, between=1)
+        elif _name == "dequantize":
+            _function = with_packed(_function, before=0, between=0)
         if _key == "fake":
             torch.library.register_fake(f"w4pack::{_name}", _function, lib=_library)
         else:

@@ -7,36 +7,28 @@ import torch
 from w4pack.convert.errors import UsageError
 from w4pack.kernels import arguments, launch, tensor_maps, tiles
 from w4pack.kernels.quarot import int_tiles
+from w4pack.kernels.quarot.calls import Product
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def gemm(
-    codes: "Tensor",
-    act_scales: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    bias: "Tensor | None",
-    group_size: int,
-    order: int,
-    k: int,
-    out: "Tensor",
-    chosen: tiles.Launch | None = None,
-) -> None:
+def gemm(product: Product, out: "Tensor", chosen: tiles.Launch | None = None) -> None:
     """Launch a product into ``out`` (M, N); its arguments were checked. ``chosen`` overrides the table.
 
     Raises:
         UsageError: the card has no kernel that reads codes of the order.
     """
+    codes = product.codes
     m, n = out.shape
     if m == 0:
         return
     index = codes.get_device()
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            gemm(codes, act_scales, weight, scales, bias, group_size, order, k, out, chosen)
+            gemm(product, out, chosen)
         return
+    packed, group_size, order, k = product.packed, product.group_size, product.order, product.k
     card = launch.device(index)
     choice = chosen or int_tiles.choose(
         launch.table_arch(card.arch), card.multiprocessors, m, n, k, order, group_size
@@ -55,10 +47,10 @@ def gemm(
         int_tiles.shared_bytes(tile, order, steps != 0),
         stream,
         _codes(card, codes, tile),
-        act_scales.data_ptr(),
-        weight.data_ptr(),
-        scales.data_ptr(),
-        arguments.pointer(bias),
+        product.act_scales.data_ptr(),
+        product.weight.data_ptr(),
+        product.scales.data_ptr(),
+        arguments.pointer(product.bias),
         out.data_ptr(),
         space.sums,
         space.flags,
@@ -67,8 +59,8 @@ def gemm(
         arguments.int32(k),
         arguments.int32(_row(codes)),
         arguments.int32(out.stride(0) if m > 1 else n),
-        arguments.int32(tiles.group_shift(group_size)),
-        arguments.int32(scales.dtype == torch.bfloat16),
+        packed.group_shift,
+        packed.wide_scales,
     )
 
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4pack.kernels import moe_checks
-from w4pack.kernels.arguments import Packed
 from w4pack.kernels.moe_ops import spans
 from w4pack.kernels.quarot import int_ops
+from w4pack.kernels.quarot.calls import GroupedProduct, Product
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,93 +35,44 @@ _library.define(
 )
 
 
-def check(
-    codes: "Tensor",
-    act_scales: "Tensor",
-    packed: Packed,
-    rows: "Tensor",
-    offsets: "Tensor",
-    act_bits: int,
-    order: int,
-    k: int,
-    dtype: torch.dtype,
-) -> int:
+def check(given: GroupedProduct) -> int:
     """Check the arguments of a grouped product by shape, dtype, stride and device; return N.
 
     Raises:
         UsageError: one of them does not fit.
     """
-    experts = moe_checks.stack(packed)
-    one = moe_checks.of_expert(packed, 0)
-    n = int_ops.check(
-        codes,
-        act_scales,
-        one.weight,
-        one.scales,
-        None,
-        packed.bits,
-        act_bits,
-        packed.group_size,
-        order,
-        k,
-        dtype,
-    )
-    moe_checks.routing(rows, offsets, experts, codes)
+    experts = moe_checks.stack(given.packed)
+    n = int_ops.check(_of_expert(given, 0))
+    moe_checks.routing(given.rows, given.offsets, experts, given.codes)
     return n
 
 
-def _gemm(
-    codes: "Tensor",
-    act_scales: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    rows: "Tensor",
-    offsets: "Tensor",
-    bits: int,
-    act_bits: int,
-    group_size: int,
-    order: int,
-    k: int,
-    dtype: torch.dtype,
-) -> "Tensor":
-    packed = Packed(weight, scales, None, bits, group_size)
-    n = check(codes, act_scales, packed, rows, offsets, act_bits, order, k, dtype)
-    if not codes.is_cuda:
-        moe_checks.values(rows, offsets, codes.shape[0])
-    out = codes.new_zeros((rows.shape[0], n), dtype=dtype)
-    for expert, start, end in spans(offsets):
-        taken, one = rows[start:end].long(), moe_checks.of_expert(packed, expert)
-        out[start:end] = int_ops.int_gemm(
-            codes[taken],
-            act_scales[taken],
-            one.weight,
-            one.scales,
-            None,
-            bits,
-            act_bits,
-            group_size,
-            order,
-            k,
-            dtype,
-        )
+def _of_expert(given: GroupedProduct, expert: int) -> Product:
+    """Return every token's product with one expert."""
+    weight, scales, _, bits, group_size = moe_checks.of_expert(given.packed, expert)
+    tokens = (given.codes, given.act_scales)
+    return Product(
+        *tokens, weight, scales, None, bits, given.act_bits, group_size, given.order, given.k, given.dtype
+    )
+
+
+def _gemm(*arguments: Any) -> "Tensor":
+    given = GroupedProduct(*arguments)
+    n = check(given)
+    if not given.codes.is_cuda:
+        moe_checks.values(given.rows, given.offsets, given.codes.shape[0])
+    out = given.codes.new_zeros((given.rows.shape[0], n), dtype=given.dtype)
+    for expert, start, end in spans(given.offsets):
+        taken = given.rows[start:end].long()
+        product = _of_expert(given, expert)
+        out[start:end] = int_ops.int_gemm(given.codes[taken], given.act_scales[taken], *product[2:])
     return out
 
 
-def _gemm_fake(
-    codes: "Tensor",
-    act_scales: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    rows: "Tensor",
-    offsets: "Tensor",
-    bits: int,
-    act_bits: int,
-    group_size: int,
-    order: int,
-    k: int,
-    dtype: torch.dtype,
-) -> "Tensor":
-    return codes.new_empty((rows.shape[0], weight.shape[2] * 2 // bits), dtype=dtype)
+def _gemm_fake(*arguments: Any) -> "Tensor":
+    given = GroupedProduct(*arguments)
+    shape = (given.rows.shape[0], given.weight.shape[2] * 2 // given.bits)
+    return given.codes.new_empty(shape, dtype=given.dtype)
 
 
 _library.impl("int_moe_gemm", _gemm, "CUDA")

@@ -20,6 +20,7 @@ import torch
 
 from w4pack.kernels import checks
 from w4pack.kernels.quarot import int_launch, int_reference, orders_int
+from w4pack.kernels.quarot.calls import Product
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,25 +35,14 @@ _library.define(
 )
 
 
-def check(
-    codes: "Tensor",
-    act_scales: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    bias: "Tensor | None",
-    bits: int,
-    act_bits: int,
-    group_size: int,
-    order: int,
-    k: int,
-    dtype: torch.dtype,
-) -> int:
+def check(product: Product) -> int:
     """Check the arguments of a product; return N.
 
     Raises:
         UsageError: one of them does not fit.
     """
-    rows, n = checks.weight(weight, scales, None, bits, group_size)
+    codes, act_scales, weight, _, bias, bits, act_bits, group_size, order, k, dtype = product
+    rows, n = checks.weight(*product.packed)
     checks.require(k == rows, "k is not the weight's", "k", rows, k)
     checks.require(k < MOST_K, "K is too large for int32 sums", "k", f"less than {MOST_K}", k)
     checks.require(act_bits in ACT_BITS, "the code width is not supported", "act_bits", "4 or 8", act_bits)
@@ -88,56 +78,24 @@ def _check_order(order: int, bits: int, act_bits: int, group_size: int) -> None:
         )
 
 
-def _gemm_cpu(
-    codes: "Tensor",
-    act_scales: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    bias: "Tensor | None",
-    bits: int,
-    act_bits: int,
-    group_size: int,
-    order: int,
-    k: int,
-    dtype: torch.dtype,
-) -> "Tensor":
-    check(codes, act_scales, weight, scales, bias, bits, act_bits, group_size, order, k, dtype)
-    return int_reference.gemm(codes, act_scales, weight, scales, bias, bits, group_size, order, dtype)
+def _gemm_cpu(*given: Any) -> "Tensor":
+    product = Product(*given)
+    check(product)
+    return int_reference.gemm(product)
 
 
-def _gemm_cuda(
-    codes: "Tensor",
-    act_scales: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    bias: "Tensor | None",
-    bits: int,
-    act_bits: int,
-    group_size: int,
-    order: int,
-    k: int,
-    dtype: torch.dtype,
-) -> "Tensor":
-    n = check(codes, act_scales, weight, scales, bias, bits, act_bits, group_size, order, k, dtype)
-    out = torch.empty((codes.shape[0], n), dtype=dtype, device=codes.device)
-    int_launch.gemm(codes, act_scales, weight, scales, bias, group_size, order, k, out)
+def _gemm_cuda(*given: Any) -> "Tensor":
+    product = Product(*given)
+    n = check(product)
+    out = torch.empty((product.codes.shape[0], n), dtype=product.dtype, device=product.codes.device)
+    int_launch.gemm(product, out)
     return out
 
 
-def _gemm_fake(
-    codes: "Tensor",
-    act_scales: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    bias: "Tensor | None",
-    bits: int,
-    act_bits: int,
-    group_size: int,
-    order: int,
-    k: int,
-    dtype: torch.dtype,
-) -> "Tensor":
-    return codes.new_empty((codes.shape[0], weight.shape[1] * 2 // bits), dtype=dtype)
+def _gemm_fake(*given: Any) -> "Tensor":
+    product = Product(*given)
+    shape = (product.codes.shape[0], product.weight.shape[1] * 2 // product.bits)
+    return product.codes.new_empty(shape, dtype=product.dtype)
 
 
 _library.impl("int_gemm", _gemm_cuda, "CUDA")

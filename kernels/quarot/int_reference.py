@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from w4pack.kernels import reference
 from w4pack.kernels.quarot import orders_int
+from w4pack.kernels.quarot.calls import Product
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 EXACT_FP32 = 1 << 24  # integers up to here are fp32 numbers
@@ -44,39 +44,18 @@ def _fma(a: "Tensor", b: "Tensor", c: "Tensor") -> "Tensor":
     return (a.double() * b.double() + c.double()).float()
 
 
-def gemm(
-    codes: "Tensor",
-    act_scales: "Tensor",
-    weight: "Tensor",
-    scales: "Tensor",
-    bias: "Tensor | None",
-    bits: int,
-    group_size: int,
-    order: int,
-    dtype: "torch.dtype",
-) -> "Tensor":
-    """Return the product (M, N) in ``dtype``.
-
-    Args:
-        codes: (M, K) int8, or (M, K/2) uint8 in S64.
-        act_scales: (M,) fp32.
-        weight: (K/16, N*bits/2) int32, symmetric.
-        scales: (G, N) fp16 or bf16, grouped order.
-        bias: (N,) of ``dtype``, or None.
-        bits: 4 or 8, of the weight.
-        group_size: -1, 32, 64 or 128.
-        order: one of ``orders_int``.
-        dtype: of the result, fp16 or bf16.
-    """
+def gemm(product: Product) -> "Tensor":
+    """Return the product (M, N) in its dtype, on any device."""
     import torch
 
-    x, q = orders_int.natural(codes, order), weight_codes(weight, bits)
-    s, sx = reference.natural_scales(scales).float(), act_scales[:, None]
+    bits, group_size, bias = product.bits, product.group_size, product.bias
+    x, q = orders_int.natural(product.codes, product.order), weight_codes(product.weight, bits)
+    s, sx = reference.natural_scales(product.scales).float(), product.act_scales[:, None]
     b = torch.zeros((), device=x.device) if bias is None else bias.float()
     if s.shape[0] == 1:
-        return _fma(accumulate(x, q, bits).float() * sx, s[0], b).to(dtype)
+        return _fma(accumulate(x, q, bits).float() * sx, s[0], b).to(product.dtype)
     sums = torch.zeros((x.shape[0], q.shape[1]), device=x.device)
     for group, row in enumerate(range(0, q.shape[0], group_size)):
         span = slice(row, row + group_size)
         sums = _fma(accumulate(x[:, span], q[span], bits), s[group], sums)
-    return _fma(sums, sx, b).to(dtype)
+    return _fma(sums, sx, b).to(product.dtype)

@@ -21,11 +21,13 @@ attention serve. Nothing waits for the card and nothing on the host depends on l
 Importing this module registers the operators, once.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from w4pack.kernels.quarot import kv_checks, kv_launch, kv_reference
+from w4pack.kernels.quarot.calls import Append, Attention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,14 +44,17 @@ _library.define(
 )
 
 
-def _append_cpu(*arguments: Any) -> None:
-    kv_checks.append(*arguments)
-    kv_reference.append(*arguments)
+def _checked(
+    call: Callable[..., Any], check: Callable[..., None], run: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Make an operator that checks its arguments, gathered by ``call``, before it runs."""
 
+    def operator(*arguments: Any) -> Any:
+        given = call(*arguments)
+        check(given)
+        return run(given)
 
-def _attention_cpu(*arguments: Any) -> "Tensor":
-    kv_checks.attention(*arguments)
-    return kv_reference.attention(*arguments)
+    return operator
 
 
 def _append_fake(*arguments: Any) -> None:
@@ -61,10 +66,9 @@ def _attention_fake(q: "Tensor", *arguments: Any) -> "Tensor":
     return q.new_empty((rows, queries, heads, size))
 
 
-_library.impl("kv_append", kv_launch.append, "CUDA")
-_library.impl("kv_attention", kv_launch.attention, "CUDA")
-_library.impl("kv_append", _append_cpu, "CPU")
-_library.impl("kv_attention", _attention_cpu, "CPU")
+for _key, _runs in (("CUDA", kv_launch), ("CPU", kv_reference)):
+    _library.impl("kv_append", _checked(Append, kv_checks.append, _runs.append), _key)
+    _library.impl("kv_attention", _checked(Attention, kv_checks.attention, _runs.attention), _key)
 torch.library.register_fake("w4pack::kv_append", _append_fake, lib=_library)
 torch.library.register_fake("w4pack::kv_attention", _attention_fake, lib=_library)
 

@@ -7,6 +7,7 @@ import torch
 
 from w4pack.kernels.checks import has_dtype, has_shape, require, same_device
 from w4pack.kernels.quarot import kv_layout
+from w4pack.kernels.quarot.calls import Append, Attention
 from w4pack.kernels.quarot.transform import Transform
 
 if TYPE_CHECKING:
@@ -17,23 +18,13 @@ CARD_DTYPES = MODEL_DTYPES[:2]  # the kernels' own
 MOST_GRID = 65535  # blocks of a grid's second and third axis
 
 
-def append(
-    k: "Tensor",
-    v: "Tensor",
-    codes: "Tensor",
-    params: "Tensor",
-    block_table: "Tensor",
-    start: "Tensor",
-    transform: str,
-    clip_k: float,
-    clip_v: float,
-    bits: int,
-) -> None:
+def append(given: Append) -> None:
     """Check the arguments of ``kv_append``; on a CPU also that slots and pages exist.
 
     Raises:
         UsageError: one does not fit.
     """
+    k, v, codes, params, block_table, start, transform, clip_k, clip_v, bits = given
     _states(k, "k")
     _states(v, "v")
     has_dtype(v, "v", (k.dtype,), 4)
@@ -47,24 +38,13 @@ def append(
         _values(block_table, start, start + k.shape[2], codes.shape[0], "start")
 
 
-def attention(
-    q: "Tensor",
-    codes: "Tensor",
-    params: "Tensor",
-    block_table: "Tensor",
-    lengths: "Tensor",
-    first: "Tensor | None",
-    scale: float,
-    window: int,
-    softcap: float,
-    transform: str,
-    bits: int,
-) -> None:
+def attention(given: Attention) -> None:
     """Check the arguments of ``kv_attention``; on a CPU also that lengths and pages exist.
 
     Raises:
         UsageError: one does not fit.
     """
+    q, codes, params, block_table, lengths, first, scale, window, softcap, transform, bits = given
     _states(q, "q")
     require(codes.dim() == 5, "codes has the wrong number of dimensions", "codes", 5, codes.dim())
     kv_heads = codes.shape[2]

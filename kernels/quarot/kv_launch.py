@@ -10,7 +10,8 @@ import torch
 from w4pack.convert.rotate.constructions import matrix
 from w4pack.kernels import arguments, launch
 from w4pack.kernels.checks import require
-from w4pack.kernels.quarot import kv_checks, kv_layout, kv_tiles
+from w4pack.kernels.quarot import kv_layout, kv_tiles
+from w4pack.kernels.quarot.calls import Append, Attention
 from w4pack.kernels.quarot.transform import Transform
 
 if TYPE_CHECKING:
@@ -54,24 +55,13 @@ def _turn(transform: str, head_dim: int, index: int) -> tuple[Argument, ...]:
     return (pointer, _int(m), _int(log_r), _int(found.block), _float(found.scale))
 
 
-def append(
-    k: "Tensor",
-    v: "Tensor",
-    codes: "Tensor",
-    params: "Tensor",
-    block_table: "Tensor",
-    start: "Tensor",
-    transform: str,
-    clip_k: float,
-    clip_v: float,
-    bits: int,
-) -> None:
-    """Quantize k and v into their pages. Arguments as ``kv_append``.
+def append(given: Append) -> None:
+    """Quantize k and v into their pages; the arguments were checked.
 
     Raises:
-        UsageError: an argument does not fit.
+        UsageError: the transform has no kernel.
     """
-    kv_checks.append(k, v, codes, params, block_table, start, transform, clip_k, clip_v, bits)
+    k, v, codes, params, block_table, start, transform, clip_k, clip_v, bits = given
     batch, heads, tokens, size = k.shape
     if k.numel() == 0:
         return
@@ -105,27 +95,13 @@ def append(
         )
 
 
-def attention(
-    q: "Tensor",
-    codes: "Tensor",
-    params: "Tensor",
-    block_table: "Tensor",
-    lengths: "Tensor",
-    first: "Tensor | None",
-    scale: float,
-    window: int,
-    softcap: float,
-    transform: str,
-    bits: int,
-) -> "Tensor":
-    """Return (B, T, heads, head_dim). Arguments as ``kv_attention``.
+def attention(given: Attention) -> "Tensor":
+    """Return (B, T, heads, head_dim); the arguments were checked.
 
     Raises:
-        UsageError: an argument does not fit.
+        UsageError: the transform has no kernel.
     """
-    kv_checks.attention(
-        q, codes, params, block_table, lengths, first, scale, window, softcap, transform, bits
-    )
+    q, codes, params, block_table, lengths, first, scale, window, softcap, transform, _ = given
     batch, heads, tokens, size = q.shape
     out = torch.empty((batch, tokens, heads, size), dtype=q.dtype, device=q.device)
     if out.numel() == 0:
@@ -136,31 +112,26 @@ def attention(
         pages = (codes, params, block_table, lengths)
         common = (
             *(tensor.data_ptr() for tensor in (q, *pages)),
-            0 if first is None else first.data_ptr(),
+            arguments.pointer(first),
             out.data_ptr(),
         )
         shape = (_int(heads), _int(codes.shape[2]), _int(block_table.shape[1]))
         rule = (_int(window), _int(q.dtype == torch.bfloat16), _float(scale), _float(softcap))
         turn = _turn(transform, size, index)
-        if tokens == 1:
-            _decode(card, q, bits, codes.shape[2], block_table.shape[1], common, turn, shape, rule)
-        else:
-            _prefill(card, q, bits, common, turn, shape, rule)
+        (_decode if tokens == 1 else _prefill)(card, given, common, turn, shape, rule)
     return out
 
 
 def _decode(
     card: launch.Device,
-    q: "Tensor",
-    bits: int,
-    kv_heads: int,
-    pages: int,
+    given: Attention,
     common: tuple[int, ...],
     turn: tuple[Argument, ...],
     shape: tuple[Argument, ...],
     rule: tuple[Argument, ...],
 ) -> None:
     """One query token a sequence: parts of the context side by side, joined by the last block of a row."""
+    q, bits, kv_heads, pages = given.q, given.bits, given.codes.shape[2], given.block_table.shape[1]
     batch, heads, _, size = q.shape
     units = kv_heads * -(-heads // kv_heads // kv_tiles.HEADS)
     splits = kv_tiles.splits(batch * units, pages * kv_layout.PAGE, card.multiprocessors)
@@ -191,14 +162,14 @@ def _decode(
 
 def _prefill(
     card: launch.Device,
-    q: "Tensor",
-    bits: int,
+    given: Attention,
     common: tuple[int, ...],
     turn: tuple[Argument, ...],
     shape: tuple[Argument, ...],
     rule: tuple[Argument, ...],
 ) -> None:
     """Several query tokens a sequence: blocks of them for each head."""
+    q, bits = given.q, given.bits
     batch, heads, tokens, size = q.shape
     wide = kv_tiles.has_wgmma(card.arch, size)
     blocks = -(-tokens // (kv_tiles.WGMMA_QUERIES if wide else kv_tiles.QUERIES))

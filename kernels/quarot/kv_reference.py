@@ -9,6 +9,7 @@ import torch
 
 from w4pack.convert.quantize.activations import CacheCodes, dequantize_cache, quantize_cache
 from w4pack.kernels.quarot import kv_layout
+from w4pack.kernels.quarot.calls import Append, Attention
 from w4pack.kernels.quarot.transform import Transform, apply
 
 if TYPE_CHECKING:
@@ -30,19 +31,9 @@ def unpack(rows: "Tensor", bits: int) -> "Tensor":
     return torch.stack([rows & 15, rows >> 4], -1).flatten(-2) if bits == 4 else rows
 
 
-def append(
-    k: "Tensor",
-    v: "Tensor",
-    codes: "Tensor",
-    params: "Tensor",
-    block_table: "Tensor",
-    start: "Tensor",
-    transform: str,
-    clip_k: float,
-    clip_v: float,
-    bits: int,
-) -> None:
-    """Write T tokens of each sequence from slot ``start`` on; k gets R3 first. Arguments as ``kv_append``."""
+def append(given: Append) -> None:
+    """Write T tokens of each sequence from slot ``start`` on; k gets R3 first."""
+    k, v, codes, params, block_table, start, transform, clip_k, clip_v, bits = given
     slots = start.long()[:, None] + torch.arange(k.shape[2], device=k.device)  # (B, T)
     pages = block_table.long().gather(1, slots // kv_layout.PAGE)
     for which, x, clip in ((0, turn(k, transform), clip_k), (1, v.float(), clip_v)):
@@ -71,20 +62,9 @@ def visible(queries: int, length: int, first: int, window: int, device: torch.de
     return seen & (slot > position - window) if window else seen
 
 
-def attention(
-    q: "Tensor",
-    codes: "Tensor",
-    params: "Tensor",
-    block_table: "Tensor",
-    lengths: "Tensor",
-    first: "Tensor | None",
-    scale: float,
-    window: int,
-    softcap: float,
-    transform: str,
-    bits: int,
-) -> "Tensor":
-    """Return (B, T, heads, head_dim) in q's dtype. Arguments as ``kv_attention``."""
+def attention(given: Attention) -> "Tensor":
+    """Return (B, T, heads, head_dim) in q's dtype."""
+    q, codes, params, block_table, lengths, first, scale, window, softcap, transform, bits = given
     rows, heads, queries, size = q.shape
     turned = turn(q, transform)
     out = q.new_zeros((rows, queries, heads, size))

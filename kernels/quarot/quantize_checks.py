@@ -7,6 +7,7 @@ import torch
 
 from w4pack.kernels import checks
 from w4pack.kernels.quarot import orders_int
+from w4pack.kernels.quarot.calls import Form
 from w4pack.kernels.quarot.transform import Transform
 
 if TYPE_CHECKING:
@@ -18,16 +19,7 @@ UNIT = 8  # values a kernel reads at once
 WIDTH = 64  # columns of a packed weight's tile: what codes are padded to
 
 
-def norm(
-    x: "Tensor",
-    gain: "Tensor | None",
-    eps: float,
-    transform: str,
-    bits: int,
-    clip: float,
-    order: int,
-    width: int,
-) -> Transform:
+def norm(x: "Tensor", gain: "Tensor | None", eps: float, transform: str, form: Form) -> Transform:
     """Check the arguments of ``norm_quantize``; return the transform.
 
     Raises:
@@ -40,13 +32,11 @@ def norm(
         checks.has_shape(gain, "gain", (k,))
         checks.require(gain.is_contiguous(), "gain is not contiguous", "gain", "contiguous", gain.stride())
         checks.same_device("gain", gain, "x", x)
-    _output(k, bits, clip, order, width)
+    _output(k, form)
     return _transform(transform, k)
 
 
-def act(
-    gate_up: "Tensor", activation: str, transform: str, bits: int, clip: float, order: int, width: int
-) -> Transform:
+def act(gate_up: "Tensor", activation: str, transform: str, form: Form) -> Transform:
     """Check the arguments of ``act_quantize``; return the transform.
 
     Raises:
@@ -56,13 +46,11 @@ def act(
     checks.require(activation in ACTIVATIONS, "the activation is not known", "activation", known, activation)
     parts = 1 if activation == "none" else 2
     k = _input(gate_up, "gate_up", parts) // parts
-    _output(k, bits, clip, order, width)
+    _output(k, form)
     return _transform(transform, k)
 
 
-def heads(
-    x: "Tensor", heads: int, transform: str, bits: int, clip: float, order: int, width: int
-) -> Transform:
+def heads(x: "Tensor", heads: int, transform: str, form: Form) -> Transform:
     """Check the arguments of ``heads_quantize``; return the transform.
 
     Raises:
@@ -72,7 +60,7 @@ def heads(
     checks.require(
         heads > 0 and k % heads == 0, "the heads do not divide K", "heads", f"a divisor of {k}", heads
     )
-    _output(k, bits, clip, order, width)
+    _output(k, form)
     return _transform(transform, heads)
 
 
@@ -85,7 +73,8 @@ def _input(x: "Tensor", name: str, parts: int = 1) -> int:
     return k
 
 
-def _output(k: int, bits: int, clip: float, order: int, width: int) -> None:
+def _output(k: int, form: Form) -> None:
+    bits, clip, order, width = form
     checks.require(bits in BITS, "the code width is not supported", "bits", "4, 8 or 16", bits)
     checks.require(0 < clip <= 1, "the clip ratio is out of range", "clip", "above 0, at most 1", clip)
     orders_int.check(order)

@@ -14,12 +14,12 @@ import torch
 from w4pack.convert.errors import UsageError
 from w4pack.kernels import arguments, launch
 from w4pack.kernels.quarot import quantize_plan
+from w4pack.kernels.quarot.calls import Form
 from w4pack.kernels.quarot.transform import Transform
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 INPUTS = {"none": 0, "silu": 1, "gelu_tanh": 2, "norm": 3}  # as the kernels number them
 GAINS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 _int, _float = ctypes.c_int32, ctypes.c_float
@@ -44,10 +44,7 @@ class Task:
     heads: int
     codes: "Tensor"
     scales: "Tensor"
-    bits: int
-    clip: float
-    order: int
-    width: int
+    form: Form
 
     @property
     def ldx(self) -> int:
@@ -57,7 +54,7 @@ class Task:
     @property
     def tail(self) -> tuple[object, ...]:
         """The arguments that every kernel takes last."""
-        return (_int(self.width), _int(self.bits), _int(self.order), _float(self.clip))
+        return (_int(self.form.width), _int(self.form.bits), _int(self.form.order), _float(self.form.clip))
 
 
 @cache
@@ -75,7 +72,7 @@ def run(task: Task) -> None:
     with torch.cuda.device(index):
         card = launch.device(index)
         stream = arguments.current_stream(index)
-        shape = quantize_plan.plain(task.width)
+        shape = quantize_plan.plain(task.form.width)
         if not task.transform.factors and shape is not None:
             _plain(card, stream, task, *shape)
             return
@@ -84,7 +81,7 @@ def run(task: Task) -> None:
         found = (
             quantize_plan.dense(task.transform, task.heads, size, room) if task.transform.factors else None
         )
-        if found is None or task.gain is not None or task.width != task.k:
+        if found is None or task.gain is not None or task.form.width != task.k:
             _any(card, stream, task, size, room)
         else:
             _dense(card, stream, task, *found)
@@ -93,13 +90,13 @@ def run(task: Task) -> None:
 def _plain(card: launch.Device, stream: int, task: Task, pairs: int, threads: int) -> None:
     launch.start(
         card,
-        quantize_plan.plain_entry(NAMES[task.x.dtype], pairs, task.kind in ("silu", "gelu_tanh")),
+        quantize_plan.plain_entry(arguments.NAMES[task.x.dtype], pairs, task.kind in ("silu", "gelu_tanh")),
         min(task.x.shape[0], card.multiprocessors * (quantize_plan.plain_threads(pairs) // threads)),
         threads,
         0,
         stream,
         task.x.data_ptr(),
-        0 if task.gain is None else task.gain.data_ptr(),
+        arguments.pointer(task.gain),
         task.codes.data_ptr(),
         task.scales.data_ptr(),
         _int(task.x.shape[0]),
@@ -118,13 +115,13 @@ def _dense(card: launch.Device, stream: int, task: Task, row: quantize_plan.Dens
     fitting = _card(card.index)[1] // (shared + row.fixed_bytes + quantize_plan.RESERVED)
     launch.start(
         card,
-        row.entry(NAMES[task.x.dtype]),
+        row.entry(arguments.NAMES[task.x.dtype]),
         min(task.x.shape[0], card.multiprocessors * min(row.resident, fitting)),
         row.threads,
         shared,
         stream,
         task.x.data_ptr(),
-        _fragments(task.transform, row, m, NAMES[task.x.dtype], card.index).data_ptr(),
+        _fragments(task.transform, row, m, arguments.NAMES[task.x.dtype], card.index).data_ptr(),
         task.codes.data_ptr(),
         task.scales.data_ptr(),
         _int(task.x.shape[0]),
@@ -146,16 +143,16 @@ def _any(card: launch.Device, stream: int, task: Task, size: int, room: int) -> 
     scratch = torch.empty(grid * 2 * task.k, dtype=torch.float32, device=task.x.device) if outside else None
     launch.start(
         card,
-        quantize_plan.any_entry(NAMES[task.x.dtype]),
+        quantize_plan.any_entry(arguments.NAMES[task.x.dtype]),
         grid,
         quantize_plan.ANY_THREADS,
         0 if outside else needed,
         stream,
         task.x.data_ptr(),
-        0 if task.gain is None else task.gain.data_ptr(),
+        arguments.pointer(task.gain),
         entries.data_ptr(),
         words.data_ptr(),
-        0 if scratch is None else scratch.data_ptr(),
+        arguments.pointer(scratch),
         task.codes.data_ptr(),
         task.scales.data_ptr(),
         _int(task.x.shape[0]),
@@ -208,6 +205,6 @@ def prepare(transform: Transform, heads: int, size: int, index: int) -> None:
     with torch.cuda.device(index):
         found = quantize_plan.dense(transform, heads, size, _card(index)[0]) if transform.factors else None
         if found is not None:
-            for dtype in NAMES.values():
+            for dtype in arguments.NAMES.values():
                 _fragments(transform, *found, dtype, index)
         _tables(transform, size, index)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4pack.kernels.quarot import orders_int, quantize_checks, quantize_launch, quantize_reference
+from w4pack.kernels.quarot.calls import Form, with_form
 from w4pack.kernels.quarot.transform import Transform
 
 if TYPE_CHECKING:
@@ -35,43 +36,27 @@ _library.define(f"act_quantize(Tensor gate_up, str activation, {_TAIL}")
 _library.define(f"heads_quantize(Tensor x, int heads, {_TAIL}")
 
 
-def _norm_cpu(
-    x: "Tensor",
-    gain: "Tensor | None",
-    eps: float,
-    transform: str,
-    bits: int,
-    clip: float,
-    order: int,
-    width: int,
-) -> Made:
-    found = quantize_checks.norm(x, gain, eps, transform, bits, clip, order, width)
-    y = quantize_reference.norm(x, gain, eps, found)
-    return quantize_reference.codes(y, x.dtype, bits, clip, order, width)
+def _norm_cpu(x: "Tensor", gain: "Tensor | None", eps: float, transform: str, form: Form) -> Made:
+    found = quantize_checks.norm(x, gain, eps, transform, form)
+    return quantize_reference.codes(quantize_reference.norm(x, gain, eps, found), x.dtype, *form)
 
 
-def _act_cpu(
-    gate_up: "Tensor", activation: str, transform: str, bits: int, clip: float, order: int, width: int
-) -> Made:
-    found = quantize_checks.act(gate_up, activation, transform, bits, clip, order, width)
-    y = quantize_reference.act(gate_up, activation, found)
-    return quantize_reference.codes(y, gate_up.dtype, bits, clip, order, width)
+def _act_cpu(gate_up: "Tensor", activation: str, transform: str, form: Form) -> Made:
+    found = quantize_checks.act(gate_up, activation, transform, form)
+    return quantize_reference.codes(quantize_reference.act(gate_up, activation, found), gate_up.dtype, *form)
 
 
-def _heads_cpu(
-    x: "Tensor", heads: int, transform: str, bits: int, clip: float, order: int, width: int
-) -> Made:
-    found = quantize_checks.heads(x, heads, transform, bits, clip, order, width)
-    y = quantize_reference.across_heads(x, heads, found)
-    return quantize_reference.codes(y, x.dtype, bits, clip, order, width)
+def _heads_cpu(x: "Tensor", heads: int, transform: str, form: Form) -> Made:
+    found = quantize_checks.heads(x, heads, transform, form)
+    return quantize_reference.codes(quantize_reference.across_heads(x, heads, found), x.dtype, *form)
 
 
-def _outputs(x: "Tensor", bits: int, order: int, width: int) -> Made:
+def _outputs(x: "Tensor", form: Form) -> Made:
     """Return what a kernel fills."""
-    if bits == 16:
-        return x.new_empty((x.shape[0], width)), x.new_empty(0, dtype=torch.float32)
-    packed = order == orders_int.S64
-    shape = (x.shape[0], width // 2 if packed else width)
+    if form.bits == 16:
+        return x.new_empty((x.shape[0], form.width)), x.new_empty(0, dtype=torch.float32)
+    packed = form.order == orders_int.S64
+    shape = (x.shape[0], form.width // 2 if packed else form.width)
     return (
         x.new_empty(shape, dtype=torch.uint8 if packed else torch.int8),
         x.new_empty(x.shape[0], dtype=torch.float32),
@@ -83,80 +68,46 @@ def _launched(
     k: int,
     kind: str,
     transform: Transform,
-    tail: tuple[int, float, int, int],
+    form: Form,
     *,
     gain: "Tensor | None" = None,
     eps: float = 0.0,
     heads: int = 0,
 ) -> Made:
-    """Run a kernel on checked arguments; ``tail`` is (bits, clip, order, width)."""
-    bits, clip, order, width = tail
-    codes, scales = _outputs(x, bits, order, width)
-    task = quantize_launch.Task(
-        x, k, kind, gain, eps, transform, heads, codes, scales, bits, clip, order, width
-    )
-    quantize_launch.run(task)
-    return codes, scales
+    """Run a kernel on checked arguments."""
+    made = _outputs(x, form)
+    quantize_launch.run(quantize_launch.Task(x, k, kind, gain, eps, transform, heads, *made, form))
+    return made
 
 
-def _norm_cuda(
-    x: "Tensor",
-    gain: "Tensor | None",
-    eps: float,
-    transform: str,
-    bits: int,
-    clip: float,
-    order: int,
-    width: int,
-) -> Made:
-    found = quantize_checks.norm(x, gain, eps, transform, bits, clip, order, width)
-    return _launched(x, x.shape[1], "norm", found, (bits, clip, order, width), gain=gain, eps=eps)
+def _norm_cuda(x: "Tensor", gain: "Tensor | None", eps: float, transform: str, form: Form) -> Made:
+    found = quantize_checks.norm(x, gain, eps, transform, form)
+    return _launched(x, x.shape[1], "norm", found, form, gain=gain, eps=eps)
 
 
-def _act_cuda(
-    gate_up: "Tensor", activation: str, transform: str, bits: int, clip: float, order: int, width: int
-) -> Made:
-    found = quantize_checks.act(gate_up, activation, transform, bits, clip, order, width)
+def _act_cuda(gate_up: "Tensor", activation: str, transform: str, form: Form) -> Made:
+    found = quantize_checks.act(gate_up, activation, transform, form)
     k = gate_up.shape[1] // (1 if activation == "none" else 2)
-    return _launched(gate_up, k, activation, found, (bits, clip, order, width))
+    return _launched(gate_up, k, activation, found, form)
 
 
-def _heads_cuda(
-    x: "Tensor", heads: int, transform: str, bits: int, clip: float, order: int, width: int
-) -> Made:
-    found = quantize_checks.heads(x, heads, transform, bits, clip, order, width)
-    return _launched(x, x.shape[1], "none", found, (bits, clip, order, width), heads=heads)
+def _heads_cuda(x: "Tensor", heads: int, transform: str, form: Form) -> Made:
+    found = quantize_checks.heads(x, heads, transform, form)
+    return _launched(x, x.shape[1], "none", found, form, heads=heads)
 
 
-def _norm_fake(
-    x: "Tensor",
-    gain: "Tensor | None",
-    eps: float,
-    transform: str,
-    bits: int,
-    clip: float,
-    order: int,
-    width: int,
-) -> Made:
-    return _outputs(x, bits, order, width)
+def _fake(x: "Tensor", *given: Any) -> Made:
+    return _outputs(x, given[-1])
 
 
-def _act_fake(
-    gate_up: "Tensor", activation: str, transform: str, bits: int, clip: float, order: int, width: int
-) -> Made:
-    return _outputs(gate_up, bits, order, width)
-
-
-def _heads_fake(
-    x: "Tensor", heads: int, transform: str, bits: int, clip: float, order: int, width: int
-) -> Made:
-    return _outputs(x, bits, order, width)
-
-
-for _name in ("norm", "act", "heads"):
-    _library.impl(f"{_name}_quantize", globals()[f"_{_name}_cuda"], "CUDA")
-    _library.impl(f"{_name}_quantize", globals()[f"_{_name}_cpu"], "CPU")
-    torch.library.register_fake(f"w4pack::{_name}_quantize", globals()[f"_{_name}_fake"], lib=_library)
+for _name, _cuda, _cpu in (
+    ("norm_quantize", _norm_cuda, _norm_cpu),
+    ("act_quantize", _act_cuda, _act_cpu),
+    ("heads_quantize", _heads_cuda, _heads_cpu),
+):
+    _library.impl(_name, with_form(_cuda), "CUDA")
+    _library.impl(_name, with_form(_cpu), "CPU")
+    torch.library.register_fake(f"w4pack::{_name}", with_form(_fake), lib=_library)
 
 norm_quantize = torch.ops.w4pack.norm_quantize.default
 act_quantize = torch.ops.w4pack.act_quantize.default

@@ -16,6 +16,7 @@ from w4pack.kernels.quarot import (
     kv_reference,
     orders_int,
 )
+from w4pack.kernels.quarot.calls import Attention, Product
 from w4pack.kernels.quarot.transform import Transform
 
 
@@ -95,8 +96,9 @@ def integers() -> None:
                 chosen = tiles.Launch(
                     tile, min(5, int_tiles.grid(tile, card.multiprocessors, m, n, k, order))
                 )
-                int_launch.gemm(*given, group, order, k, out, chosen)
-                exact = int_reference.gemm(*given, bits, group, order, torch.bfloat16)
+                product = Product(*given, bits, 4 if kind == "s4w4" else 8, group, order, k, out.dtype)
+                int_launch.gemm(product, out, chosen)
+                exact = int_reference.gemm(product)
                 assert cases.error(out, exact.double()) < 1e-3, (kind, tile, m, k, n, group)
 
 
@@ -113,7 +115,9 @@ def caches() -> None:
             q = torch.randn(2, tokens, 10, size, device="cuda").half().transpose(1, 2)
             arguments = (codes, params, table, lengths, None, scale, 0, 0.0, key, bits)
             found = kv.kv_attention(q, *arguments)
-            assert cases.error(found, kv_reference.attention(q.float(), *arguments).double()) < 2e-3, (
+            assert (
+                cases.error(found, kv_reference.attention(Attention(q.float(), *arguments)).double()) < 2e-3
+            ), (
                 size,
                 bits,
             )

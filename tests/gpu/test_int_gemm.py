@@ -11,6 +11,7 @@ from gpu import cases  # noqa: E402
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels import tiles  # noqa: E402
 from w4pack.kernels.quarot import int_ops, int_tiles, orders_int  # noqa: E402, F401
+from w4pack.kernels.quarot.calls import Product  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,6 +47,22 @@ class Case:
     @property
     def n(self) -> int:
         return self.scales.shape[1]
+
+    @property
+    def product(self) -> Product:
+        return Product(
+            orders_int.arrange(self.codes, self.order),
+            self.act_scales,
+            self.weight,
+            self.scales,
+            self.bias,
+            self.bits,
+            4 if self.order == orders_int.S64 else 8,
+            self.group_size,
+            self.order,
+            self.k,
+            self.dtype,
+        )
 
     def rows(self, m: int) -> "Case":
         """Return the product of the first rows."""
@@ -87,19 +104,7 @@ def _run(case: Case, chosen: tiles.Launch | None = None, shift: int = 64) -> tor
     m, n = case.codes.shape[0], case.n
     buffer = torch.full((m + 2, n + 2 * shift), float("nan"), dtype=case.dtype, device="cuda")
     out = buffer[1 : m + 1, shift : shift + n]
-    given = orders_int.arrange(case.codes, case.order)
-    int_launch.gemm(
-        given,
-        case.act_scales,
-        case.weight,
-        case.scales,
-        case.bias,
-        case.group_size,
-        case.order,
-        case.k,
-        out,
-        chosen,
-    )
+    int_launch.gemm(case.product, out, chosen)
     found = out.clone()
     out.fill_(float("nan"))
     assert torch.isnan(buffer).all(), "wrote outside the output"
@@ -109,17 +114,7 @@ def _run(case: Case, chosen: tiles.Launch | None = None, shift: int = 64) -> tor
 def _exact(case: Case) -> torch.Tensor:
     from w4pack.kernels.quarot import int_reference
 
-    return int_reference.gemm(
-        orders_int.arrange(case.codes, case.order),
-        case.act_scales,
-        case.weight,
-        case.scales,
-        case.bias,
-        case.bits,
-        case.group_size,
-        case.order,
-        case.dtype,
-    )
+    return int_reference.gemm(case.product)
 
 
 def _compare(found: torch.Tensor, wanted: torch.Tensor, grouped: bool, what: object) -> None:

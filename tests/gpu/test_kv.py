@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels.quarot import kv, kv_layout, kv_reference  # noqa: E402
+from w4pack.kernels.quarot.calls import Append, Attention  # noqa: E402
 from w4pack.kernels.quarot.transform import Transform  # noqa: E402
 
 pytestmark = [
@@ -80,7 +81,7 @@ def _check(
 ) -> None:
     arguments = cache.arguments(q, lengths, first, window, cap)
     found = kv.kv_attention(*arguments)
-    exact = kv_reference.attention(*(q.float(), *arguments[1:])).double()
+    exact = kv_reference.attention(Attention(q.float(), *arguments[1:])).double()
     assert found.dtype == q.dtype and torch.isfinite(found).all()
     bound = bound or (BOUND if q.shape[2] == 1 else PREFILL)[q.dtype]
     difference = found.double() - exact
@@ -99,7 +100,7 @@ def test_appended_codes_are_those_of_the_definition(size: int, bits: int, dtype:
     v[1, 2, 5] = 1e-7
     v[1, 2, 6] = 60000.0
     host = [x.cpu() for x in (k, v, cache.codes, cache.params, cache.table, start)]
-    kv_reference.append(*host, cache.key, 0.95, 0.9, bits)
+    kv_reference.append(Append(*host, cache.key, 0.95, 0.9, bits))
     codes, params = host[2].cuda(), host[3].cuda()
     cache.append(k, v, start)
     assert torch.equal(cache.params[:, 1].view(torch.int16), params[:, 1].view(torch.int16))
