@@ -20,7 +20,7 @@ from w4pack.convert.quantize.clips import KEYS, KV_DEFAULTS, VALUES, Clips, Cost
 from w4pack.convert.quantize.evaluation import divergence
 from w4pack.convert.quantize.skeleton import Skeleton, build
 from w4pack.convert.quantize.stream import Stream
-from w4pack.convert.quantize.whole import compute_dtype, give_back
+from w4pack.convert.quantize.whole import compute_dtype
 
 TOKENS = 512  # of the first window, which is measured with
 
@@ -54,7 +54,6 @@ def find_clips(
                 with _alone(runtime, trial, skeleton, layer, index):
                     stream.advance(layer, index)
             skeleton.empty(layer)
-            give_back()
         wanted = exact.logits(0)
         costs = Costs({t: float(divergence(wanted, s.logits(0)).mean()) for t, s in streams.items()})
     return costs.clips(runtime.sites)

@@ -139,8 +139,7 @@ def run_gate(
         for stream in (left, right):
             stream.skeleton.fill_outside(head=False)
             stream.begin()
-            for _, module in stream.skeleton.outside:
-                stream.skeleton.empty(module)
+            stream.skeleton.empty_outside()
         pair.report.tokens = tokens.numel()
         wanted = pair.expected(left.hidden[0])
         _compare(pair, "the embeddings", wanted, right.hidden[0], wanted, None)
@@ -230,9 +229,11 @@ def _logits(pair: _Pair, left: Stream, right: Stream) -> None:
     """Compare the logits that final norm and head make of the same hidden states."""
     made = []
     hidden = (left.hidden[0], pair.expected(left.hidden[0]))
-    for skeleton, states, like in zip(pair.skeletons(), hidden, (left, right), strict=True):
-        skeleton.fill_outside(head=True)
-        made.append(Stream(skeleton, like.tokens, [states], as_tuple=like.as_tuple).logits(0))
+    for stream, states in zip((left, right), hidden, strict=True):
+        stream.skeleton.fill_outside(head=True)
+        stream.hidden[0] = states
+        made.append(stream.logits(0))
+        stream.skeleton.empty_outside()
     wanted, found = made
     largest = max(float(wanted.abs().max()), 1e-30)
     error = float((wanted - found).abs().max()) / largest

@@ -4,7 +4,6 @@ Driven by a job that knows files; here are only tensors.
 """
 
 import copy
-import ctypes
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,14 +41,6 @@ def compute_dtype(device: torch.device, provider: Provider, module: str) -> torc
         return torch.float32
     tag = provider.info(f"{module}.weight").dtype
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(tag, torch.float32)
-
-
-def give_back() -> None:
-    """Hand freed memory back to the system, or what lies between two layers' tensors adds up (glibc)."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        return  # another C library: it has its own ways
 
 
 class ModelRun:
@@ -148,8 +139,8 @@ class ModelRun:
                 stack.enter_context(self.between.around(self.skeleton, source[0], index, quantized=False))
             stack.enter_context(self.between.around(self.skeleton, layer, index))
             made = LayerWork(layer, index, schemes, self.settings, source, self.team).run(self.stream)
+        source = None  # its copy of the layer goes before memory is handed back
         self.skeleton.empty(layer)
-        give_back()
         return {places[path]: codes for path, codes in made.items()}
 
     def repeat(self, index: int, weights: Callable[[str], torch.Tensor]) -> None:
@@ -171,7 +162,6 @@ class ModelRun:
         with self.between.around(self.skeleton, layer, index):
             self.stream.advance(layer, index)
         self.skeleton.empty(layer)
-        give_back()
 
     def _pass_source(self, layer: nn.Module, index: int) -> None:
         """Send the source's tokens through a layer that still has the source's weights."""
