@@ -6,6 +6,7 @@ a stable ``code`` slug that tests and JSON consumers may rely on.
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -116,6 +117,33 @@ class UsageError(W4PackError):
 
     exit_code = EXIT_USAGE
     default_code = "usage"
+
+
+def extra_missing(doing: str, missing: Sequence[str], extra: str) -> UsageError:
+    """Return the error of a job whose packages are not installed.
+
+    extra  of w4pack, that brings them
+    """
+    return UsageError(
+        f"{doing} needs {' and '.join(missing)}",
+        code="extra-missing",
+        hint=f"pip install 'w4pack[{extra}]'",
+    )
+
+
+def require_extra(doing: str, packages: Sequence[str], extra: str) -> None:
+    """Raise UsageError unless some packages are installed. Imports none of them."""
+    missing = [name for name in packages if not installed(name)]
+    if missing:
+        raise extra_missing(doing, missing, extra)
+
+
+def installed(name: str) -> bool:
+    """Tell whether there is a module of this name, without importing it."""
+    try:
+        return find_spec(name) is not None
+    except ImportError:  # its parent package is not there
+        return False
 
 
 class VerifyError(W4PackError):

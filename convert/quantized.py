@@ -6,12 +6,11 @@ Imports nothing heavy when loaded.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from w4pack.convert.core.facts import ModelFacts, Warning_
-from w4pack.convert.errors import UsageError
+from w4pack.convert.errors import UsageError, require_extra
 from w4pack.convert.jobs.conversion import CardMaker, OnPlan, Report, Running
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan
@@ -26,13 +25,7 @@ LETTERS = 8  # of a token at most, on average: how much of a data set is read
 
 def require_extras(what: str) -> None:
     """Raise UsageError unless torch and transformers are installed."""
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"{what} needs {' and '.join(missing)}",
-            code="extra-missing",
-            hint="pip install 'w4pack[quantize]'",
-        )
+    require_extra(what, ("torch", "transformers"), "quantize")
 
 
 @contextmanager

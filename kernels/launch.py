@@ -7,17 +7,17 @@ for a device, or in ``prepare``; a launch afterwards is a look-up and one call o
 import threading
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from w4pack.convert.errors import UsageError
+from w4pack.convert.errors import UsageError, extra_missing, installed
 from w4pack.kernels import tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CUBINS = Path(__file__).resolve().parent / "cubins"
+CUDA_CORE = ("running on a GPU", ("cuda-core",), "gpu")
 SPARE_WORKSPACES = 2  # made with the first one: a stream met during a graph capture cannot allocate
 _lock = threading.Lock()
 _devices: dict[int, "Device"] = {}
@@ -148,12 +148,8 @@ def check_installed() -> None:
     Raises:
         UsageError: cuda-core is missing.
     """
-    try:
-        found = find_spec("cuda.core")
-    except ModuleNotFoundError:  # there is no `cuda` at all
-        found = None
-    if found is None:
-        raise _missing()
+    if not installed("cuda.core"):
+        raise extra_missing(*CUDA_CORE)
 
 
 def _core() -> Any:
@@ -162,13 +158,7 @@ def _core() -> Any:
 
         return cuda.core
     except ImportError as error:
-        raise _missing() from error
-
-
-def _missing() -> UsageError:
-    return UsageError(
-        "running on a GPU needs cuda-core", code="extra-missing", hint="pip install 'w4pack[gpu]'"
-    )
+        raise extra_missing(*CUDA_CORE) from error
 
 
 def _load(card: Device, entry: str, shared: int) -> Any:

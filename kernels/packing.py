@@ -5,12 +5,11 @@ bytes are the same. Imports nothing heavy when loaded, so that a missing extra i
 """
 
 import threading
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from w4pack.convert.errors import UsageError, W4PackError
+from w4pack.convert.errors import W4PackError, require_extra
 
 if TYPE_CHECKING:
     import torch
@@ -23,10 +22,7 @@ def packer_on(device: str) -> "CudaPacker | None":
     Raises:
         UsageError: torch or cuda-core is missing, the device is not there, or too old for the kernels.
     """
-    if find_spec("torch") is None:
-        raise UsageError(
-            "packing on a GPU needs torch", code="extra-missing", hint="pip install 'w4pack[gpu]'"
-        )
+    require_extra("packing on a GPU", ("torch",), "gpu")
     from w4pack.kernels import devices, launch
 
     found = devices.find(device)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from w4pack.convert.core import dtypes
-from w4pack.convert.errors import W4PackError
+from w4pack.convert.errors import extra_missing
 from w4pack.convert.files.provider import CheckpointProvider, torch_dtype
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.planning.options import ConvertOptions
@@ -23,16 +23,11 @@ RARE = 1e-4
 
 
 def rotated_model(source: Source, plan: Plan) -> "Rotated":
-    """Return the provider of the planned model's tensors. Raises W4PackError where torch is missing."""
+    """Return the provider of the planned model's tensors. Raises UsageError where torch is missing."""
     try:
         from w4pack.convert.rotate.rotated import Rotated
     except ImportError as err:
-        raise W4PackError(
-            "making rotated weights needs torch",
-            code="extra-missing",
-            found=str(err).partition("\n")[0],
-            hint="pip install 'w4pack[quantize]'",
-        ) from err
+        raise extra_missing("making rotated weights", ["torch"], "quantize") from err
     options = ConvertOptions.from_chosen(dict(plan.options))
     return Rotated(CheckpointProvider(source.checkpoint), rotation_of(source, options))
 

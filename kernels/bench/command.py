@@ -3,13 +3,12 @@
 Imports nothing heavy when loaded, so that a missing extra is said in words.
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from w4pack.convert.console import Given, print_json, say
 from w4pack.convert.core.scheme import WIDE
-from w4pack.convert.errors import UsageError, W4PackError
+from w4pack.convert.errors import UsageError, W4PackError, require_extra
 from w4pack.convert.events import SCHEMA
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def run_bench(given: Given) -> None:
         W4PackError: a wrong result, or a card without memory for a shape.
     """
     _check_options(given)
-    _require_extras()
+    require_extra("timing the kernels", ("torch", "transformers"), "gpu")
     dtype, shapes = _shapes(given)
     device = _card()
     rates = _rates(device, dtype, integers=any(shape.act_bits != WIDE for shape in shapes))
@@ -75,16 +74,6 @@ def _check_options(given: Given) -> None:
             raise UsageError(
                 "no number of rows", where="--m", expected=f"1 to {MOST_ROWS}, e.g. 1,16,64", found=str(m)
             )
-
-
-def _require_extras() -> None:
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"timing the kernels needs {' and '.join(missing)}",
-            code="extra-missing",
-            hint="pip install 'w4pack[gpu]'",
-        )
 
 
 def _shapes(given: Given) -> tuple["torch.dtype", "list[Shape]"]:

@@ -6,11 +6,10 @@ Imports nothing heavy when loaded, so that a missing extra is said in words.
 import math
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from w4pack.convert.console import Given, print_json
-from w4pack.convert.errors import UsageError, W4PackError
+from w4pack.convert.errors import UsageError, W4PackError, require_extra
 from w4pack.convert.events import SCHEMA
 from w4pack.kernels.hf.speaker import Speaker, note, open_speaker
 
@@ -28,7 +27,7 @@ def run_generate(given: Given) -> None:
         UsageError: an extra, a device or a chat template that is missing; options that exclude each other.
         SourceError: no tokenizer, or an artifact that is broken.
     """
-    _require_extras()
+    require_extra("running a model", ("torch", "transformers"), "gpu")
     prompts = [_prompt(text) for text in given["prompts"]]
     if given["system"] is not None and not given["chat"]:
         raise UsageError("a system text needs the chat template", where="--system", found="--no-chat")
@@ -58,16 +57,6 @@ def _prompt(text: str) -> str:
 
 def _no_text(where: str) -> UsageError:
     return UsageError("a prompt is no text", code="prompt", where=where, expected="UTF-8")
-
-
-def _require_extras() -> None:
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"running a model needs {' and '.join(missing)}",
-            code="extra-missing",
-            hint="pip install 'w4pack[gpu]'",
-        )
 
 
 # ---- one prompt ------------------------------------------------------------------------------------

@@ -735,9 +735,9 @@ def test_f41_a_bin_source_without_torch_says_what_brings_it(tmp_path: Path) -> N
     done = subprocess.run(
         [sys.executable, "-c", NO_TORCH, *words], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert "pip install" in done.stderr
+    assert "pip install 'w4pack[quantize]'" in done.stderr
 
 
 # --- F43: shards ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 import builders  # noqa: E402
 import checkpoints  # noqa: E402
 import runner  # noqa: E402
-from w4pack.convert import convert  # noqa: E402
+from w4pack.convert import convert, errors  # noqa: E402
 from w4pack.convert.errors import W4PackError  # noqa: E402
 from w4pack.convert.jobs.conversion import Running  # noqa: E402
 from w4pack.convert.planning.quantize_options import QuantizeOptions  # noqa: E402
@@ -129,7 +129,7 @@ def old_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
 
 
 REFUSALS = [

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from runtime import quarot_models as models
 from w4pack import cli
-from w4pack.convert import convert
+from w4pack.convert import convert, errors
 from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.kernels import ops
 from w4pack.kernels.bench import command, products, rates, shapes, timing
@@ -264,7 +264,7 @@ def test_without_a_card_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_extra_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     done = run("--shape", "64x64")
     assert done.exit_code == 2 and "pip install 'w4pack[gpu]'" in done.stderr
 

@@ -24,7 +24,7 @@ import w4pack as package  # noqa: E402
 from runner import signals_act  # noqa: E402
 from runtime import models  # noqa: E402
 from w4pack import cli  # noqa: E402
-from w4pack.convert import convert  # noqa: E402
+from w4pack.convert import convert, errors  # noqa: E402
 from w4pack.convert.errors import UsageError, W4PackError  # noqa: E402
 from w4pack.kernels.hf import generate, streams  # noqa: E402
 
@@ -158,7 +158,7 @@ def test_wrong_uses_are_told(out: Path, chatty: Path, demo: Path, tmp_path: Path
 
 
 def test_a_missing_extra_says_what_brings_it(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
-    monkeypatch.setattr(generate, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
         generate.run_generate({"path": str(out), "prompts": ("x",), "system": None, "chat": True})
     assert caught.value.code == "extra-missing" and "w4pack[gpu]" in str(caught.value)
