@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from w4pack.convert.core.scheme import RUN_BITS
 from w4pack.kernels import checks
 from w4pack.kernels.quarot import orders_int
 from w4pack.kernels.quarot.calls import Form
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ACTIVATIONS = ("none", "silu", "gelu_tanh")
-BITS = (4, 8, 16)
+BITS = RUN_BITS
 UNIT = 8  # values a kernel reads at once
 WIDTH = 64  # columns of a packed weight's tile: what codes are padded to
 
