@@ -71,6 +71,16 @@ def test_transforms_alone_leave_the_model_what_it_is(name: str, tmp_path: Path) 
         assert tiny.relative(through(checkpoint, rotated, changed, NOTHING), wanted) > 1e-2
 
 
+def test_logits_of_a_window_and_of_its_first_tokens_are_those_of_all(tmp_path: Path) -> None:
+    with tiny.opened(tiny.save("llama", tmp_path / "src", torch.float32)) as checkpoint, torch.no_grad():
+        stream = evaluation.through(
+            checkpoint.config, CheckpointProvider(checkpoint), tiny.TOKENS, CPU, torch.float32, per_batch=2
+        )
+        whole = stream.logits(0)
+        assert torch.allclose(stream.logits(0, 1), whole[1], atol=1e-5)
+        assert torch.allclose(stream.logits(0, 1, 5), whole[1, :5], atol=1e-5)
+
+
 def test_a_transform_of_a_width_that_no_linear_has_is_refused(tmp_path: Path) -> None:
     with tiny.opened(tiny.save("llama", tmp_path / "src", torch.float32)) as checkpoint:
         plan = tiny.planned(checkpoint, "full")
