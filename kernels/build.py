@@ -3,7 +3,7 @@
 Runs on a machine with neither GPU nor driver nor toolkit: the compiler is the package
 ``nvidia-cuda-nvrtc-cu12`` 12.9. Compiled files and a manifest go to ``kernels/cubins``; a file whose sources,
 options and compiler are unchanged is kept. A kernel that spills registers, or whose warpgroup products the
-assembler serialized, fails the build.
+assembler serialized, fails the build. PTX falls out of the compile of the same kernel's cubin.
 
     python -m w4pack.kernels.build [--arch sm_90a ...] [--jobs 2] [--only TEXT] [--tiles FILE]
 """
@@ -111,7 +111,7 @@ def compile_job(job: Job) -> Compiled:
         BuildError: with the compiler's log.
     """
     try:
-        return compile_source(SOURCES / job.source, job.arch, job.defines, ptx=job.suffix == "ptx")
+        return compile_source(SOURCES / job.source, job.arch, job.defines)
     except BuildError as error:
         raise BuildError(f"{job.path} does not compile\n{error}") from None
 
@@ -135,42 +135,58 @@ def build(
     wanted: Sequence[Job], workers: int, out: Path = CUBINS
 ) -> tuple[list[dict[str, object]], list[str]]:
     """Compile what is not there yet; return a manifest row for each file, and what went wrong."""
-    known = {row["path"]: row for row in read_manifest(out)}
+    known = {str(row["path"]): row for row in read_manifest(out)}
+    due = [job for job in wanted if not _is_there(job, known.get(job.path), out)]
     failures: list[str] = []
 
-    def one(job: Job) -> dict[str, object] | None:
+    def make(jobs: Sequence[Job]) -> list[dict[str, object]]:
         try:
-            return _one(job, known.get(job.path), out)
+            return _make(jobs, out)
         except BuildError as error:
             failures.append(str(error))
-            return None
+            return []
 
     with ThreadPoolExecutor(workers) as pool:
-        rows = {str(row["path"]): row for row in pool.map(one, wanted) if row is not None}
-    kept = [row for path, row in known.items() if path not in rows and (out / str(path)).is_file()]
-    return sorted([*rows.values(), *kept], key=lambda row: str(row["path"])), failures
+        made = {str(row["path"]): row for rows in pool.map(make, of_one_compile(due)) for row in rows}
+    kept = [row for path, row in known.items() if path not in made and (out / path).is_file()]
+    return sorted([*made.values(), *kept], key=lambda row: str(row["path"])), failures
 
 
-def _one(job: Job, known: dict[str, object] | None, out: Path) -> dict[str, object]:
-    key, path = key_of(job), out / job.path
-    if known is not None and known["key"] == key and path.is_file():
-        return known
-    result = compile_job(job)
-    if job.hot and result.spills > ALLOWED_SPILLS:
-        raise BuildError(f"{job.path} spills {result.spills} bytes of registers")
+def _is_there(job: Job, row: dict[str, object] | None, out: Path) -> bool:
+    return row is not None and row["key"] == key_of(job) and (out / job.path).is_file()
+
+
+def of_one_compile(wanted: Sequence[Job]) -> list[list[Job]]:
+    """Return the files in groups that one compile makes: a cubin and, after it, the PTX it is made of."""
+    groups: dict[tuple[object, ...], list[Job]] = {}
+    for job in sorted(wanted, key=lambda job: job.suffix):  # "cubin" before "ptx"
+        same_code = (job.source, job.entry, job.defines, job.arch.replace("compute", "sm"))
+        groups.setdefault(same_code, []).append(job)
+    return list(groups.values())
+
+
+def _make(jobs: Sequence[Job], out: Path) -> list[dict[str, object]]:
+    first, *others = jobs
+    result = compile_job(first)
+    if first.hot and result.spills > ALLOWED_SPILLS:
+        raise BuildError(f"{first.path} spills {result.spills} bytes of registers")
     if result.serialized:
-        raise BuildError(f"{job.path} has serialized warpgroup products")
+        raise BuildError(f"{first.path} has serialized warpgroup products")
+    return [_write(first, result, out), *(_write(job, result.portable, out) for job in others)]
+
+
+def _write(job: Job, result: Compiled, out: Path) -> dict[str, object]:
+    path = out / job.path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(result.code)
-    digest = hashlib.sha256(result.code).hexdigest()
     return {
         "path": job.path,
-        "sha256": digest,
+        "sha256": hashlib.sha256(result.code).hexdigest(),
         "bytes": len(result.code),
         "registers": result.registers,
         "spills": result.spills,
         "options": [f"-D{d}" for d in job.defines],
-        "key": key,
+        "key": key_of(job),
     }
 
 

@@ -20,10 +20,16 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What the compiler gave: the code and its log."""
+    """What the compiler gave: the code, its log, and the PTX on the way to machine code."""
 
     code: bytes
     log: str
+    ptx: bytes = b""
+
+    @property
+    def portable(self) -> "Compiled":
+        """The PTX as a file of its own. What it takes of a card is known on the card alone: it has no log."""
+        return Compiled(self.ptx, "")
 
     @property
     def registers(self) -> int:
@@ -66,8 +72,8 @@ def _check_version(library: ctypes.CDLL) -> None:
         raise BuildError(f"the compiler is {major.value}.{minor.value}, expected 12.9\n\nhint: {HINT}")
 
 
-def compile_source(source: Path, arch: str, defines: Sequence[str], *, ptx: bool) -> Compiled:
-    """Compile one source for an architecture; it may include what lies beside it.
+def compile_source(source: Path, arch: str, defines: Sequence[str]) -> Compiled:
+    """Compile one source for an architecture, sm_* or compute_*; it may include what lies beside it.
 
     Raises:
         BuildError: it does not compile; with the compiler's log.
@@ -82,7 +88,8 @@ def compile_source(source: Path, arch: str, defines: Sequence[str], *, ptx: bool
         log = _buffer(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
         if failed:
             raise BuildError(log)
-        return Compiled(_buffer(program, "PTX" if ptx else "CUBIN"), log)
+        ptx = _buffer(program, "PTX")
+        return Compiled(ptx if arch.startswith("compute") else _buffer(program, "CUBIN"), log, ptx)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
