@@ -53,11 +53,6 @@ template <int COUNT, int STEP> DEVICE void butterfly(float (&v)[COUNT]) {
     }
 }
 
-DEVICE float exp2_approximate(float a) {
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));
-  return out;
-}
 DEVICE float reciprocal_approximate(float a) {
   float out;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));
@@ -69,7 +64,7 @@ DEVICE float reciprocal_approximate(float a) {
 template <int ACTIVATION> DEVICE float activate(float g, float u) {
   constexpr float LOG2_E = 1.4426950408889634f, TWICE_ROOT = 1.5957691216057308f;
   const float z = ACTIVATION == ACT_SILU ? -LOG2_E * g : -LOG2_E * TWICE_ROOT * fmaf(0.044715f * g * g, g, g);
-  return g * reciprocal_approximate(1.0f + exp2_approximate(z)) * u;
+  return g * reciprocal_approximate(1.0f + ptx::exp2(z)) * u;
 }
 
 // d = round16(act(gate) * up) of a packed pair.

@@ -35,20 +35,10 @@ DEVICE void finish_int_segment(const IntProblem &p, Sums<T> &sums, const Segment
 
 // Integer sums travel in the registers of fp32 ones.
 template <class T> DEVICE void as_sums(Sums<T> &sums, const IntSums<T> &part) {
-#pragma unroll
-  for (int j = 0; j < T::WORDS; j++)
-#pragma unroll
-    for (int tile = 0; tile < T::TOKEN_TILES; tile++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) sums[j][tile][i] = __int_as_float(part[j][tile][i]);
+  each_sum<T>([&](int j, int tile, int i) { sums[j][tile][i] = __int_as_float(part[j][tile][i]); });
 }
 template <class T> DEVICE void clear(IntSums<T> &part) {
-#pragma unroll
-  for (int j = 0; j < T::WORDS; j++)
-#pragma unroll
-    for (int tile = 0; tile < T::TOKEN_TILES; tile++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) part[j][tile][i] = 0;
+  each_sum<T>([&](int j, int tile, int i) { part[j][tile][i] = 0; });
 }
 
 // A group ends: its integer sums, scaled, go to the fp32 sums, and the next group begins at zero. `row` is the
@@ -59,13 +49,8 @@ DEVICE void add_group(const IntProblem &p, const Lane<T> &lane, Sums<T> &sums, I
   float f[T::WORDS][2];
   lane.scales(s, stage, row);
   scales_as_float<T>(f, s, p.scales_bf16);
-#pragma unroll
-  for (int j = 0; j < T::WORDS; j++)
-#pragma unroll
-    for (int tile = 0; tile < T::TOKEN_TILES; tile++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        sums[j][tile][i] = __fmaf_rn(__int2float_rn(part[j][tile][i]), f[j][i / 2], sums[j][tile][i]);
-        if constexpr (!T::WARPGROUP) part[j][tile][i] = 0;  // a warpgroup's first product overwrites
-      }
+  each_sum<T>([&](int j, int tile, int i) {
+    sums[j][tile][i] = __fmaf_rn(__int2float_rn(part[j][tile][i]), f[j][i / 2], sums[j][tile][i]);
+    if constexpr (!T::WARPGROUP) part[j][tile][i] = 0;  // a warpgroup's first product overwrites
+  });
 }

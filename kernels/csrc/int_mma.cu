@@ -78,15 +78,6 @@ DEVICE void unit_product(const IntProblem &p, const Lane<T> &lane, Sums<T> &sums
   }
 }
 
-DEVICE void slot_meets(int slot) {
-  if constexpr (T::WARPS == 1)
-    __syncwarp();
-  else if constexpr (T::SLOTS == 1)
-    __syncthreads();
-  else
-    ptx::barrier(1 + slot, T::SLOT_THREADS);
-}
-
 // A block's units, the first of which are on their way.
 DEVICE void multiply(const IntProblem &p, const Lane<T> &lane, Feed<T> &feed, int slot, u32 base, u32 ring) {
   constexpr u32 RING = T::STAGES * T::STAGE_BYTES;
@@ -100,13 +91,8 @@ DEVICE void multiply(const IntProblem &p, const Lane<T> &lane, Feed<T> &feed, in
     if constexpr (T::GROUPED) each_pair<T>(sums, [](int, int, float &a, float &b) { a = b = 0.0f; });
     for (int unit = segment.begin + slot; unit < segment.end; unit += T::SLOTS) {
       ptx::copy_async_wait<T::AHEAD - 1>();
-      slot_meets(slot);
-      if (feed.valid()) {
-        feed.loader.weights(free_stage, feed.unit);
-        feed.loader.activations(free_stage, feed.unit);
-      }
-      ptx::copy_async_commit();
-      feed.advance();
+      slot_meets<T>(slot);
+      feed.ask(free_stage);
       unit_product(p, lane, sums, part, stage, unit);
       free_stage = free_stage + T::STAGE_BYTES == ring + RING ? ring : free_stage + T::STAGE_BYTES;
       stage = stage + T::STAGE_BYTES == ring + RING ? ring : stage + T::STAGE_BYTES;
@@ -126,21 +112,9 @@ extern "C" __global__ void __launch_bounds__(T::THREADS, BLOCKS)
   const Lane<T> lane(in_slot / 32, in_slot % 32);
   ptx::launch_dependents();
   Feed<T> feed(p, slot, in_slot);
-  {
-    Feed<T> first = feed;
-#pragma unroll 1
-    for (int i = 0; i < T::AHEAD; i++) {
-      if (first.valid()) first.loader.weights(ring + i * T::STAGE_BYTES, first.unit);
-      ptx::copy_async_commit();
-      first.advance();
-    }
-  }
+  Feed<T> first = feed;
+  first.ask_weights(ring);
   ptx::wait_for_previous_kernel();
-#pragma unroll 1
-  for (int i = 0; i < T::AHEAD; i++) {
-    if (feed.valid()) feed.loader.activations(ring + i * T::STAGE_BYTES, feed.unit);
-    ptx::copy_async_commit();
-    feed.advance();
-  }
+  feed.ask_activations(ring);
   multiply(p, lane, feed, slot, base, ring);
 }

@@ -7,53 +7,35 @@
 #include "int_schedule.cuh"
 #include "pipeline.cuh"
 
-template <int... P> struct Loader<IntTile<P...>> {
+template <int... P> struct Loader<IntTile<P...>> : Share<IntTile<P...>> {
   using T = IntTile<P...>;
-  static constexpr int ROW_VECTORS = T::CHUNKS * T::CHUNK_BYTES / 16;  // 16-byte vectors of one k-tile
-  static constexpr int COPIES = T::W_BYTES / 16 / T::SLOT_THREADS;
-  static constexpr int PER_ROW = ROW_VECTORS > T::SLOT_THREADS ? ROW_VECTORS / T::SLOT_THREADS : 1;
-  static constexpr int ROWS_AT_ONCE = ROW_VECTORS > T::SLOT_THREADS ? 1 : T::SLOT_THREADS / ROW_VECTORS;
-  static constexpr int TOKENS_AT_ONCE = T::SLOT_THREADS / 8;
-  static constexpr int X_COPIES = (T::TOKENS + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE;
-  static_assert(T::W_BYTES % (16 * T::SLOT_THREADS) == 0, "every thread copies as many vectors of the weight");
-  static_assert(ROW_VECTORS % T::SLOT_THREADS == 0 || T::SLOT_THREADS % ROW_VECTORS == 0, "rows in whole steps");
-
-  const Problem &p;
-  const int thread;
-  const u8 *x;
-  u32 w[PER_ROW];
+  using Base = Share<T>;
+  using Base::p, Base::thread, Base::x, Base::w, Base::chunks, Base::row_bytes;
+  using Base::PER_ROW, Base::ROW_VECTORS, Base::ROWS_AT_ONCE, Base::TOKENS_AT_ONCE, Base::X_COPIES;
   int chunk0;
   int token_limit;  // tokens of this tile from this thread's first on
 
-  DEVICE Loader(const Problem &problem, int thread_) : p(problem), thread(thread_) {}
-  DEVICE int chunks() const { return p.n / CHUNK_N; }
-  DEVICE u32 row_bytes() const { return chunks() * T::CHUNK_BYTES; }
+  DEVICE Loader(const Problem &problem, int thread_) : Share<T>(problem, thread_) {}
 
   // Goes to a unit of a tile. The last tile may reach past N: its chunks are then the last one, read but not used.
   DEVICE void seek(const Segment &segment, int unit) {
     const Place place = Grid<T>::place(p, segment);
     chunk0 = place.column_tile * T::CHUNKS;
-#pragma unroll
-    for (int i = 0; i < PER_ROW; i++) {
-      const int at = (i * T::SLOT_THREADS + thread % ROW_VECTORS) * 16;
-      const int chunk = min(chunk0 + at / T::CHUNK_BYTES, chunks() - 1);
-      w[i] = (unit * T::UNIT_TILES + thread / ROW_VECTORS) * row_bytes() + chunk * T::CHUNK_BYTES + at % T::CHUNK_BYTES;
-    }
+    this->seek_words(chunk0, unit);
     token_limit = p.m - place.token0 - thread / 8;
     x = p.x + static_cast<u64>(place.token0 + thread / 8) * p.ldx + unit * T::ROW + thread % 8 * 16;
   }
 
   // Goes to this slot's next unit of the same tile.
   DEVICE void step() {
-#pragma unroll
-    for (int i = 0; i < PER_ROW; i++) w[i] += T::SLOTS * T::UNIT_TILES * row_bytes();
+    this->step_words();
     x += T::SLOTS * T::ROW;
   }
 
   DEVICE void weights(u32 stage, int unit) const {
     const int rows = p.k / 16 - unit * T::UNIT_TILES - thread / ROW_VECTORS;  // of the weight from this thread's on
 #pragma unroll
-    for (int i = 0; i < COPIES; i++)
+    for (int i = 0; i < Base::COPIES; i++)
       if (i / PER_ROW * ROWS_AT_ONCE < rows)
         ptx::copy_async_16(stage + T::W_AT + (i * T::SLOT_THREADS + thread) * 16,
                            p.weight + (w[i % PER_ROW] + i / PER_ROW * ROWS_AT_ONCE * row_bytes()));

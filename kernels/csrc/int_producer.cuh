@@ -7,7 +7,7 @@
 #include "int_tile.cuh"
 #include "producer.cuh"
 
-template <class T> struct IntProducer {
+template <class T> struct IntProducer : RingFiller<T, IntProducer<T>> {
   static constexpr int SCALES_LANE = T::UNIT_TILES;
   static_assert(SCALES_LANE + T::STEPS <= 32, "a lane for every run of bytes");
 
@@ -54,33 +54,5 @@ template <class T> struct IntProducer {
   DEVICE void activations(u32 stage, u32 full, int unit) const {
     if (lane < T::HALVES)
       ptx::copy_box(stage + lane * T::TOKENS * X_ROW_BYTES, &map, unit * (T::ROW / 2) + lane * 64, token0, full);
-  }
-
-  // Brings every unit of the slot.
-  DEVICE void run(Ring<T> ring, int slot) {
-    Cursor<T> cursor(p, slot);
-    {
-      Cursor<T> first = cursor;
-      for (int i = 0; i < T::STAGES && first.valid(); i++) {
-        seek(first.tile);
-        weights(ring.stages + i * T::STAGE_BYTES, ring.barriers + i * 16, first.unit);
-        first.advance();
-      }
-    }
-    ptx::wait_for_previous_kernel();
-    for (int i = 0; i < T::STAGES && cursor.valid(); i++) {
-      seek(cursor.tile);
-      activations(ring.stage(), ring.full(), cursor.unit);
-      ring.advance();
-      cursor.advance();
-    }
-    while (cursor.valid()) {
-      seek(cursor.tile);
-      ptx::barrier_wait(ring.empty(), ring.phase ^ 1);
-      weights(ring.stage(), ring.full(), cursor.unit);
-      activations(ring.stage(), ring.full(), cursor.unit);
-      ring.advance();
-      cursor.advance();
-    }
   }
 };

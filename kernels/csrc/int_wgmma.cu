@@ -29,13 +29,6 @@ using T = IntTile<CONFIG, TMA>;
 static_assert(T::SHARED_BYTES == SHARED, "kernels/quarot/int_tiles.py and int_tile.cuh agree on shared memory");
 #endif
 
-// As in w4a16_tma.cu: what the producers can spare of the block's registers goes to those that multiply.
-constexpr int WARPGROUPS = T::THREADS / 128;
-constexpr int GIVEN = 65536 / (BLOCKS * T::BLOCK_THREADS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = 40;
-constexpr int SPARED = ((WARPGROUPS + 1) * GIVEN - PRODUCER_REGISTERS) / WARPGROUPS / 8 * 8;
-constexpr int MULTIPLIER_REGISTERS = SPARED < 240 ? SPARED : 240;
-
 constexpr bool FINE = T::WORDS * T::TOKENS > 256;  // sums leave no room for two sets of operands
 #ifdef INT_SKEW  // tuning
 constexpr int SKEW = INT_SKEW;
@@ -48,12 +41,7 @@ extern __shared__ __align__(1024) u8 shared[];
 
 DEVICE void finish_products(IntSums<T> &part) {
   wgmma::wait<0>();
-#pragma unroll
-  for (int j = 0; j < T::WORDS; j++)
-#pragma unroll
-    for (int tile = 0; tile < T::TOKEN_TILES; tile++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) asm volatile("" : "+r"(part[j][tile][i])::"memory");
+  each_sum<T>([&](int j, int tile, int i) { asm volatile("" : "+r"(part[j][tile][i])::"memory"); });
 }
 
 // One step of a unit: unpacks a register set while the products before it run. ADD 0 begins new sums.
@@ -122,7 +110,7 @@ DEVICE void unit_product(const IntProblem &p, const Lane<T> &lane, Sums<T> &sums
 // The second of two warpgroups begins when the first is some units ahead, and stays behind: so each multiplies while
 // the other stores its results.
 struct Stagger {
-  static constexpr bool USED = WARPGROUPS == 2 && T::SLOTS == 1 && SKEW > 0;
+  static constexpr bool USED = T::THREADS == 256 && T::SLOTS == 1 && SKEW > 0;
   static constexpr u32 ID = 14;
   int left = USED && threadIdx.x < 128 ? SKEW : 0;
 
@@ -174,22 +162,5 @@ extern "C" __global__ void __launch_bounds__(T::BLOCK_THREADS, BLOCKS)
           u8 *y, float *partials, u32 *flags, int m, int n, int k, int ldx, int ldy, int group_shift, int scales_bf16) {
   const IntProblem p{{nullptr, weight, scales, nullptr, nullptr, y, partials, flags, m, n, k, ldx, ldy, group_shift,
                       scales_bf16 != 0}, act_scales, bias};
-  const int warp = threadIdx.x / 32;
-  const bool producer = warp >= T::SLOTS * T::WARPS;
-  const int slot = producer ? warp - T::SLOTS * T::WARPS : warp / T::WARPS;
-  if (producer && slot < T::SLOTS && threadIdx.x % 32 == 0) {
-    ptx::prefetch_map(&x);
-    Ring<T>(ptx::shared_address(shared), slot).init();
-    ptx::barrier_init_fence();
-  }
-  __syncthreads();
-  ptx::launch_dependents();
-  if (producer) {
-    ptx::fewer_registers<PRODUCER_REGISTERS>();
-    if (slot < T::SLOTS)
-      IntProducer<T>(p, x, static_cast<int>(threadIdx.x % 32)).run(Ring<T>(ptx::shared_address(shared), slot), slot);
-  } else {
-    ptx::more_registers<MULTIPLIER_REGISTERS>();
-    multiply(p, slot);
-  }
+  PRODUCE_AND_MULTIPLY(IntProducer<T>, p, x, BLOCKS)
 }

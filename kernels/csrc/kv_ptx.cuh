@@ -43,11 +43,4 @@ DEVICE void load_matrix_x4_transposed(u32 (&to)[4], u32 address) {
                : "memory");
 }
 
-// 2^v, as the hardware has it.
-DEVICE float exp2(float v) {
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
-  return out;
-}
-
 }  // namespace ptx

@@ -27,20 +27,8 @@ template <class T, class UNIT> DEVICE void moe(MoeProblem &p) {
   if (blockIdx.x >= p.blocks) return;
 
   Feed<T> feed(p, slot, in_slot);
-  {
-    Feed<T> first = feed;
-#pragma unroll 1
-    for (int i = 0; i < T::AHEAD; i++) {
-      if (first.valid()) first.loader.weights(ring + i * T::STAGE_BYTES, first.unit);
-      ptx::copy_async_commit();
-      first.advance();
-    }
-  }
-#pragma unroll 1
-  for (int i = 0; i < T::AHEAD; i++) {
-    if (feed.valid()) feed.loader.activations(ring + i * T::STAGE_BYTES);
-    ptx::copy_async_commit();
-    feed.advance();
-  }
+  Feed<T> first = feed;
+  first.ask_weights(ring);
+  feed.ask_activations(ring);
   multiply<T>(p, product, feed, slot, base, ring);
 }

@@ -35,7 +35,7 @@ template <class T> struct Loader<Grouped<T>> : Loader<T> {
   }
 
   DEVICE void weights(u32 stage, int unit) const { this->copy_weights(stage, unit, words, scale_rows, zero_rows); }
-  DEVICE void activations(u32 stage) const {
+  DEVICE void activations(u32 stage, int) const {
     this->copy_activations(stage, [&](int i) { return this->x + static_cast<u64>(row[i]) * 16; });
   }
 };

@@ -6,9 +6,9 @@
 #pragma once
 #include "scheduler.cuh"
 
-// One thread's share of the copies of a unit. What depends on the tile is worked out when the tile changes; from unit
-// to unit only pointers move.
-template <class T> struct Loader {
+// One thread's share of the copies of a unit: how many, and where its words lie. What depends on the tile is worked out
+// when the tile changes; from unit to unit only pointers move.
+template <class T> struct Share {
   static constexpr int ROW_VECTORS = T::CHUNKS * T::CHUNK_BYTES / 16;  // 16-byte vectors of one k-tile
   static constexpr int COPIES = T::W_BYTES / 16 / T::SLOT_THREADS;
   static constexpr int PER_ROW = ROW_VECTORS > T::SLOT_THREADS ? ROW_VECTORS / T::SLOT_THREADS : 1;
@@ -21,13 +21,36 @@ template <class T> struct Loader {
   const Problem &p;
   const int thread;
   const u8 *x;
-  u32 w[PER_ROW], scales, zeros;  // offsets: a weight has less than 4 GiB
-  int token_limit;  // tokens of this tile from this thread's first on
+  u32 w[PER_ROW];  // offsets: a weight has less than 4 GiB
 
-  DEVICE Loader(const Problem &problem, int thread_) : p(problem), thread(thread_) {}
+  DEVICE Share(const Problem &problem, int thread_) : p(problem), thread(thread_) {}
   DEVICE int chunks() const { return p.n / CHUNK_N; }
   DEVICE u32 row_bytes() const { return chunks() * T::CHUNK_BYTES; }  // of the packed weight
-  DEVICE u32 group_bytes() const { return chunks() * 128; }           // of a row of scales
+
+  DEVICE void seek_words(int chunk0, int unit) {
+#pragma unroll
+    for (int i = 0; i < PER_ROW; i++) {
+      const int at = (i * T::SLOT_THREADS + thread % ROW_VECTORS) * 16;
+      const int chunk = min(chunk0 + at / T::CHUNK_BYTES, chunks() - 1);
+      w[i] = (unit * T::UNIT_TILES + thread / ROW_VECTORS) * row_bytes() + chunk * T::CHUNK_BYTES + at % T::CHUNK_BYTES;
+    }
+  }
+  DEVICE void step_words() {
+#pragma unroll
+    for (int i = 0; i < PER_ROW; i++) w[i] += T::SLOTS * T::UNIT_TILES * row_bytes();
+  }
+};
+
+// That share with the scales, zeros and activations of W4A16.
+template <class T> struct Loader : Share<T> {
+  using Base = Share<T>;
+  using Base::p, Base::thread, Base::x, Base::w, Base::chunks, Base::row_bytes;
+  using Base::PER_ROW, Base::ROWS_AT_ONCE, Base::TOKENS_AT_ONCE, Base::X_COPIES;
+  u32 scales, zeros;  // offsets
+  int token_limit;    // tokens of this tile from this thread's first on
+
+  DEVICE Loader(const Problem &problem, int thread_) : Share<T>(problem, thread_) {}
+  DEVICE u32 group_bytes() const { return chunks() * 128; }  // of a row of scales
 
   // Goes to a unit of a tile. The last tile may reach past N: its chunks are then the last one, read but not used.
   DEVICE void seek(const Segment &segment, int unit) {
@@ -38,12 +61,7 @@ template <class T> struct Loader {
   }
 
   DEVICE void seek_weights(int chunk0, int unit) {
-#pragma unroll
-    for (int i = 0; i < PER_ROW; i++) {
-      const int at = (i * T::SLOT_THREADS + thread % ROW_VECTORS) * 16;
-      const int chunk = min(chunk0 + at / T::CHUNK_BYTES, chunks() - 1);
-      w[i] = (unit * T::UNIT_TILES + thread / ROW_VECTORS) * row_bytes() + chunk * T::CHUNK_BYTES + at % T::CHUNK_BYTES;
-    }
+    this->seek_words(chunk0, unit);
     const int scale_at = thread * 16 % T::SCALE_ROW_BYTES;
     scales = min(chunk0 + scale_at / 128, chunks() - 1) * 128 + scale_at % 128;
     const int zero_at = thread * 16 % T::ZERO_ROW_BYTES;
@@ -52,8 +70,7 @@ template <class T> struct Loader {
 
   // Goes to this slot's next unit of the same tile.
   DEVICE void step() {
-#pragma unroll
-    for (int i = 0; i < PER_ROW; i++) w[i] += T::SLOTS * T::UNIT_TILES * row_bytes();
+    this->step_words();
     x += T::SLOTS * T::UNIT_K * 2;
   }
 
@@ -61,7 +78,7 @@ template <class T> struct Loader {
 
   DEVICE void copy_weights(u32 stage, int unit, const u8 *words, const u8 *scale_rows, const u8 *zero_rows) const {
 #pragma unroll
-    for (int i = 0; i < COPIES; i++)
+    for (int i = 0; i < Base::COPIES; i++)
       ptx::copy_async_16(stage + T::W_AT + (i * T::SLOT_THREADS + thread) * 16,
                          words + (w[i % PER_ROW] + i / PER_ROW * ROWS_AT_ONCE * row_bytes()));
     const int first = (unit * T::UNIT_K) >> p.group_shift, rows = max(1, T::UNIT_K >> p.group_shift);
@@ -81,7 +98,7 @@ template <class T> struct Loader {
 
   // Activations of a unit: for each 64 rows of K a row of 128 bytes a token, its eight 16-byte pieces XOR-ed with token % 8, so that
   // ldmatrix meets no bank twice and wgmma finds its 128-byte swizzle. Rows past M are zeros, and are not read.
-  DEVICE void activations(u32 stage) const {
+  DEVICE void activations(u32 stage, int) const {
     const u64 step_bytes = static_cast<u64>(TOKENS_AT_ONCE) * 2 * p.ldx;
     copy_activations(stage, [&](int i) { return x + i * step_bytes; });
   }
@@ -124,4 +141,42 @@ template <class T> struct Feed {
       if (unit < end) loader.seek(segment, unit);
     }
   }
+
+  // Asks for a unit, and goes on to the next.
+  DEVICE void ask(u32 stage) {
+    if (valid()) {
+      loader.weights(stage, unit);
+      loader.activations(stage, unit);
+    }
+    ptx::copy_async_commit();
+    advance();
+  }
+
+  // Ask for the first AHEAD units and go on past them: a copy of the feed for weights, then the feed for the rest.
+  DEVICE void ask_weights(u32 ring) {
+#pragma unroll 1
+    for (int i = 0; i < T::AHEAD; i++) {
+      if (valid()) loader.weights(ring + i * T::STAGE_BYTES, unit);
+      ptx::copy_async_commit();
+      advance();
+    }
+  }
+  DEVICE void ask_activations(u32 ring) {
+#pragma unroll 1
+    for (int i = 0; i < T::AHEAD; i++) {
+      if (valid()) loader.activations(ring + i * T::STAGE_BYTES, unit);
+      ptx::copy_async_commit();
+      advance();
+    }
+  }
 };
+
+// The slot's threads meet: the bytes each waited for are there for all, and the stage used before is free.
+template <class T> DEVICE void slot_meets(int slot) {
+  if constexpr (T::WARPS == 1)
+    __syncwarp();
+  else if constexpr (T::SLOTS == 1)
+    __syncthreads();
+  else
+    ptx::barrier(1 + slot, T::SLOT_THREADS);
+}

@@ -55,10 +55,42 @@ template <class T> struct Cursor {
   }
 };
 
+// The order of events of a warp that fills a ring; WARP has `seek`, `weights` and `activations`: a unit's bytes.
+template <class T, class WARP> struct RingFiller {
+  // Brings every unit of the slot.
+  DEVICE void run(Ring<T> ring, int slot) {
+    WARP &warp = static_cast<WARP &>(*this);
+    Cursor<T> cursor(warp.p, slot);
+    {
+      Cursor<T> first = cursor;
+      for (int i = 0; i < T::STAGES && first.valid(); i++) {
+        warp.seek(first.tile);
+        warp.weights(ring.stages + i * T::STAGE_BYTES, ring.barriers + i * 16, first.unit);
+        first.advance();
+      }
+    }
+    ptx::wait_for_previous_kernel();
+    for (int i = 0; i < T::STAGES && cursor.valid(); i++) {
+      warp.seek(cursor.tile);
+      warp.activations(ring.stage(), ring.full(), cursor.unit);
+      ring.advance();
+      cursor.advance();
+    }
+    while (cursor.valid()) {
+      warp.seek(cursor.tile);
+      ptx::barrier_wait(ring.empty(), ring.phase ^ 1);
+      warp.weights(ring.stage(), ring.full(), cursor.unit);
+      warp.activations(ring.stage(), ring.full(), cursor.unit);
+      ring.advance();
+      cursor.advance();
+    }
+  }
+};
+
 // The warp that fills a ring. Each lane asks for one run of bytes of a unit: a row of tiles of the weight, a group's row
 // of scales or of zeros. What depends on the tile is worked out when the tile changes, because the warp competes for
 // issue slots with those that multiply: a unit costs it one address and the copies.
-template <class T> struct Producer {
+template <class T> struct Producer : RingFiller<T, Producer<T>> {
   static constexpr int SCALES_LANE = T::UNIT_TILES, ZEROS_LANE = SCALES_LANE + T::CHECKS;
   static_assert(ZEROS_LANE + T::CHECKS <= 32, "a lane for every run of bytes");
 
@@ -108,32 +140,35 @@ template <class T> struct Producer {
     if (lane < T::HALVES)
       ptx::copy_box(stage + lane * T::TOKENS * X_ROW_BYTES, &map, unit * T::UNIT_K + lane * 64, token0, full);
   }
-
-  // Brings every unit of the slot.
-  DEVICE void run(Ring<T> ring, int slot) {
-    Cursor<T> cursor(p, slot);
-    {
-      Cursor<T> first = cursor;
-      for (int i = 0; i < T::STAGES && first.valid(); i++) {
-        seek(first.tile);
-        weights(ring.stages + i * T::STAGE_BYTES, ring.barriers + i * 16, first.unit);
-        first.advance();
-      }
-    }
-    ptx::wait_for_previous_kernel();
-    for (int i = 0; i < T::STAGES && cursor.valid(); i++) {
-      seek(cursor.tile);
-      activations(ring.stage(), ring.full(), cursor.unit);
-      ring.advance();
-      cursor.advance();
-    }
-    while (cursor.valid()) {
-      seek(cursor.tile);
-      ptx::barrier_wait(ring.empty(), ring.phase ^ 1);
-      weights(ring.stage(), ring.full(), cursor.unit);
-      activations(ring.stage(), ring.full(), cursor.unit);
-      ring.advance();
-      cursor.advance();
-    }
-  }
 };
+
+// A block's registers are shared out anew: what the producers can spare goes to those that multiply. The sum may not
+// pass what the block was given at its start, or the warps that ask for more wait for ever.
+constexpr int PRODUCER_REGISTERS = 40;  // a thread
+template <class T, int RESIDENT> DEVICE constexpr int multiplier_registers() {
+  constexpr int WARPGROUPS = T::THREADS / 128, GIVEN = 65536 / (RESIDENT * T::BLOCK_THREADS) / 8 * 8;
+  constexpr int SPARED = ((WARPGROUPS + 1) * GIVEN - PRODUCER_REGISTERS) / WARPGROUPS / 8 * 8;
+  return SPARED < 240 ? SPARED : 240;
+}
+
+// The body of an entry: for each slot a WARP of its own fills the ring, the other warps `multiply`. A macro, because
+// the compiler orders the same lines otherwise when they are those of an inlined function.
+#define PRODUCE_AND_MULTIPLY(WARP, PROBLEM, MAP, RESIDENT)                                                             \
+  const int warp = threadIdx.x / 32;                                                                                   \
+  const bool producer = warp >= T::SLOTS * T::WARPS;                                                                   \
+  const int slot = producer ? warp - T::SLOTS * T::WARPS : warp / T::WARPS;                                            \
+  if (producer && slot < T::SLOTS && threadIdx.x % 32 == 0) {                                                          \
+    ptx::prefetch_map(&MAP);                                                                                           \
+    Ring<T>(ptx::shared_address(shared), slot).init();                                                                 \
+    ptx::barrier_init_fence();                                                                                         \
+  }                                                                                                                    \
+  __syncthreads();                                                                                                     \
+  ptx::launch_dependents();                                                                                            \
+  if (producer) {                                                                                                      \
+    ptx::fewer_registers<PRODUCER_REGISTERS>();                                                                        \
+    if (slot < T::SLOTS)                                                                                               \
+      WARP(PROBLEM, MAP, static_cast<int>(threadIdx.x % 32)).run(Ring<T>(ptx::shared_address(shared), slot), slot);    \
+  } else {                                                                                                             \
+    ptx::more_registers<multiplier_registers<T, RESIDENT>()>();                                                        \
+    multiply(PROBLEM, slot);                                                                                           \
+  }

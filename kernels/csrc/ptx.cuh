@@ -177,6 +177,13 @@ template <u32 MASK, u32 SET> DEVICE u32 and_or(u32 a) {
   return out;
 }
 
+// 2^v, as the hardware has it.
+DEVICE float exp2(float v) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
+  return out;
+}
+
 // Picks four bytes of the eight of b:a; nibble i of `selector` names the source of byte i.
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
   u32 out;

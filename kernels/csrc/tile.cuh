@@ -79,6 +79,16 @@ struct Tile {
   static_assert(!WARPGROUP || WARPS % 4 == 0, "wgmma is issued by four warps");
 };
 
+// Calls f(word, token tile, register) for each of a lane's sums.
+template <class T, class F> DEVICE void each_sum(const F &f) {
+#pragma unroll
+  for (int j = 0; j < T::WORDS; j++)
+#pragma unroll
+    for (int tile = 0; tile < T::TOKEN_TILES; tile++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) f(j, tile, i);
+}
+
 // The arguments of every W4A16 kernel, in the order of the launch.
 struct Problem {
   const u8 *x;             // (M, ldx) 16-bit activations

@@ -55,15 +55,10 @@ template <class T> struct MmaUnit {
     float f[T::WORDS][2];
     lane.scales(s, stage, row);
     scales_as_float<T>(f, s, p.scales_bf16);
-#pragma unroll
-    for (int j = 0; j < T::WORDS; j++)
-#pragma unroll
-      for (int tile = 0; tile < T::TOKEN_TILES; tile++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          sums[j][tile][i] += f[j][i / 2] * part[j][tile][i];
-          part[j][tile][i] = 0.0f;
-        }
+    each_sum<T>([&](int j, int tile, int i) {
+      sums[j][tile][i] += f[j][i / 2] * part[j][tile][i];
+      part[j][tile][i] = 0.0f;
+    });
   }
 
   DEVICE void columns(u32 (&scale)[T::WORDS][2], Zero<T::ACT, T::BITS> (&z)[T::WORDS][2], u32 stage, int row) const {

@@ -20,12 +20,7 @@ template <class T> struct WgmmaUnit {
 
   // Sums that a product wrote beside the program's order: nothing may be read of them before this.
   DEVICE static void settled(Sums<T> &sums) {
-#pragma unroll
-    for (int j = 0; j < T::WORDS; j++)
-#pragma unroll
-      for (int tile = 0; tile < T::TOKEN_TILES; tile++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) asm volatile("" : "+f"(sums[j][tile][i])::"memory");
+    each_sum<T>([&](int j, int tile, int i) { asm volatile("" : "+f"(sums[j][tile][i])::"memory"); });
   }
 
   DEVICE void columns(u32 (&scale)[T::WORDS][2], Zero<T::ACT, T::BITS> (&z)[T::WORDS][2], u32 stage, int row) const {
@@ -77,12 +72,7 @@ template <class T> struct WgmmaUnit {
     lane.scales(s, stage, 0);
     scales_as_float<T>(f, s, p.scales_bf16);
     finish(part);
-#pragma unroll
-    for (int j = 0; j < T::WORDS; j++)
-#pragma unroll
-      for (int tile = 0; tile < T::TOKEN_TILES; tile++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) sums[j][tile][i] += f[j][i / 2] * part[j][tile][i];
+    each_sum<T>([&](int j, int tile, int i) { sums[j][tile][i] += f[j][i / 2] * part[j][tile][i]; });
   }
 
   template <class F> DEVICE void scaled_weights(Sums<T> &sums, u32 stage, const F &previous_is_free) const {

@@ -19,18 +19,8 @@ DEVICE void multiply(const Problem &p, const UNIT &product, Feed<T> &feed, int s
     for (int unit = segment.begin + slot; unit < segment.end; unit += T::SLOTS) {
       ptx::copy_async_wait<T::AHEAD - 1>();
       if constexpr (T::WARPGROUP) ptx::fence_async_proxy();
-      if constexpr (T::WARPS == 1)
-        __syncwarp();
-      else if constexpr (T::SLOTS == 1)
-        __syncthreads();
-      else
-        ptx::barrier(1 + slot, T::SLOT_THREADS);
-      if (feed.valid()) {
-        feed.loader.weights(free_stage, feed.unit);
-        feed.loader.activations(free_stage);
-      }
-      ptx::copy_async_commit();
-      feed.advance();
+      slot_meets<T>(slot);
+      feed.ask(free_stage);
       product(sums, stage);
       free_stage = free_stage + T::STAGE_BYTES == ring + RING ? ring : free_stage + T::STAGE_BYTES;
       stage = stage + T::STAGE_BYTES == ring + RING ? ring : stage + T::STAGE_BYTES;
@@ -50,21 +40,9 @@ template <class T, class UNIT> DEVICE void w4a16(const Problem &p) {
 
   ptx::launch_dependents();
   Feed<T> feed(p, slot, in_slot);
-  {
-    Feed<T> first = feed;
-#pragma unroll 1
-    for (int i = 0; i < T::AHEAD; i++) {
-      if (first.valid()) first.loader.weights(ring + i * T::STAGE_BYTES, first.unit);
-      ptx::copy_async_commit();
-      first.advance();
-    }
-  }
+  Feed<T> first = feed;
+  first.ask_weights(ring);
   ptx::wait_for_previous_kernel();
-#pragma unroll 1
-  for (int i = 0; i < T::AHEAD; i++) {
-    if (feed.valid()) feed.loader.activations(ring + i * T::STAGE_BYTES);
-    ptx::copy_async_commit();
-    feed.advance();
-  }
+  feed.ask_activations(ring);
   multiply<T>(p, product, feed, slot, base, ring);
 }

@@ -22,14 +22,6 @@ using T = Tile<CONFIG, TMA>;
 static_assert(T::SHARED_BYTES == SHARED, "kernels/tiles.py and tile.cuh agree on the bytes of shared memory");
 #endif
 
-// A block's registers are shared out anew: what the producers can spare goes to those that multiply. The sum may not
-// pass what the block was given at its start, or the warps that ask for more wait for ever.
-constexpr int WARPGROUPS = T::THREADS / 128;
-constexpr int GIVEN = 65536 / (BLOCKS * T::BLOCK_THREADS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = 40;
-constexpr int SPARED = ((WARPGROUPS + 1) * GIVEN - PRODUCER_REGISTERS) / WARPGROUPS / 8 * 8;
-constexpr int MULTIPLIER_REGISTERS = SPARED < 240 ? SPARED : 240;
-
 extern __shared__ __align__(1024) u8 shared[];
 
 DEVICE void multiply(const Problem &p, int slot) {
@@ -63,22 +55,5 @@ extern "C" __global__ void __launch_bounds__(T::BLOCK_THREADS, BLOCKS)
           float *partials, u32 *flags, int m, int n, int k, int ldx, int ldy, int group_shift, int scales_bf16) {
   const Problem p{nullptr, weight, scales, zeros, bias, y, partials, flags, m, n, k, ldx, ldy, group_shift,
                   scales_bf16 != 0};
-  const int warp = threadIdx.x / 32;
-  const bool producer = warp >= T::SLOTS * T::WARPS;
-  const int slot = producer ? warp - T::SLOTS * T::WARPS : warp / T::WARPS;
-  if (producer && slot < T::SLOTS && threadIdx.x % 32 == 0) {
-    ptx::prefetch_map(&x);
-    Ring<T>(ptx::shared_address(shared), slot).init();
-    ptx::barrier_init_fence();
-  }
-  __syncthreads();
-  ptx::launch_dependents();
-  if (producer) {
-    ptx::fewer_registers<PRODUCER_REGISTERS>();
-    if (slot < T::SLOTS)
-      Producer<T>(p, x, static_cast<int>(threadIdx.x % 32)).run(Ring<T>(ptx::shared_address(shared), slot), slot);
-  } else {
-    ptx::more_registers<MULTIPLIER_REGISTERS>();
-    multiply(p, slot);
-  }
+  PRODUCE_AND_MULTIPLY(Producer<T>, p, x, BLOCKS)
 }

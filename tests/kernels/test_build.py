@@ -65,6 +65,39 @@ def test_a_file_is_kept_until_its_inputs_change(tmp_path: Path, monkeypatch: pyt
     assert compiled == ["a", "a"]
 
 
+def test_a_cubin_and_its_ptx_are_one_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def compile_job(job: build.Job) -> build.Compiled:
+        compiled.append(job.arch)
+        return build.Compiled(b"code of " + job.arch.encode(), "Used 9 registers", b"ptx")
+
+    monkeypatch.setattr(build, "compile_job", compile_job)
+    wanted = [build.Job("gather.cu", "a", arch, ()) for arch in ("compute_80", "sm_90a", "sm_80")]
+    rows, _ = build.build(wanted, 1, tmp_path)
+    assert compiled == ["sm_90a", "sm_80"]
+    assert (tmp_path / "compute_80-a.ptx").read_bytes() == b"ptx"
+    assert {str(row["path"]): row["registers"] for row in rows} == {
+        "compute_80-a.ptx": 0,
+        "sm_80-a.cubin": 9,
+        "sm_90a-a.cubin": 9,
+    }
+    build.write_manifest(rows, tmp_path)
+    (tmp_path / "compute_80-a.ptx").unlink()
+    build.build(wanted, 1, tmp_path)
+    assert compiled[2:] == ["compute_80"]
+    assert (tmp_path / "compute_80-a.ptx").read_bytes() == b"code of compute_80"
+
+
+@pytest.mark.skipif(not has_compiler, reason="the compiler nvidia-cuda-nvrtc-cu12 is not installed")
+def test_the_ptx_of_a_cubin_is_that_of_its_own_compile() -> None:
+    real, portable = (
+        next(job for job in build.jobs(arch) if job.entry == "repack_b4")
+        for arch in ("sm_80", tiles.PTX_ARCH)
+    )
+    assert build.compile_job(real).portable.code == build.compile_job(portable).code
+
+
 @pytest.mark.skipif(not has_compiler, reason="the compiler nvidia-cuda-nvrtc-cu12 is not installed")
 @pytest.mark.parametrize(
     ("arch", "entry"),
@@ -88,5 +121,7 @@ def test_a_whole_build_leaves_nothing_stale(tmp_path: Path) -> None:
 
 def test_a_product_cannot_start_while_its_weights_are_repacked() -> None:
     csrc = Path(build.__file__).parent / "csrc"
-    early = {file.name for file in csrc.glob("*.cu*") if "ptx::launch_dependents()" in file.read_text()}
-    assert "w4a16_tma.cu" in early and "repack.cu" not in early
+    texts = {file.name: file.read_text() for file in csrc.glob("*.cu*")}
+    early = {name for name, text in texts.items() if "ptx::launch_dependents()" in text}
+    assert {"producer.cuh", "w4a16.cuh", "int_mma.cu"} <= early
+    assert "repack.cu" not in early and not any(f'"{name}"' in texts["repack.cu"] for name in early)
