@@ -9,6 +9,7 @@ from vllm.distributed import get_pp_group
 
 from w4pack.convert.errors import Refused, SourceError, W4PackError, name_some
 from w4pack.convert.files.tensorfile import TensorInfo, natural_order
+from w4pack.kernels.artifact import Artifact, compare_names
 from w4pack.kernels.packed import shown, tensor_error
 from w4pack.kernels.vllm.lazy import Ledger
 from w4pack.kernels.vllm.linear import W4PackLinearMethod
@@ -30,8 +31,7 @@ def check_built(model: nn.Module, config: Any, *, is_online: bool) -> None:
     """
     if get_pp_group().world_size > 1:  # most of them are another stage's
         return
-    methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    ours = [method for method in methods if isinstance(method, (W4PackLinearMethod, W4PackMoEMethod))]
+    ours = _methods(model)
     built = {name for method in ours for name in method.packed}
     known = ours[0].source.specs if ours else ()
     lost = [name for name in known if name not in built and not _left_aside(f"{name}.weight", config)]
@@ -46,6 +46,22 @@ def check_built(model: nn.Module, config: Any, *, is_online: bool) -> None:
         )
 
 
+def _methods(model: nn.Module) -> list[W4PackLinearMethod | W4PackMoEMethod]:
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    return [method for method in methods if isinstance(method, (W4PackLinearMethod, W4PackMoEMethod))]
+
+
+def check_same(model: nn.Module, found: Artifact) -> None:
+    """Compare an artifact that goes into a running model with the one that it was started with.
+
+    Raises:
+        SourceError: lists all tensors that are missing, too many, or of another shape or dtype.
+    """
+    held = next((method.source.artifact for method in _methods(model)), None)
+    if held is not None:
+        compare_names(found, {name: (info.dtype, info.shape) for name, info in held.tensors.items()})
+
+
 def not_taken(info: TensorInfo, err: Exception, model_config: Any) -> SourceError:
     """Return the error for a tensor at which a model's code has stopped: it does not say which one."""
     return SourceError(
@@ -53,7 +69,7 @@ def not_taken(info: TensorInfo, err: Exception, model_config: Any) -> SourceErro
         code="tensor-mismatch",
         where=f"{info.file}, {info.name}",
         expected="a tensor as config.json says",
-        found=f"{shown(info)}; {type(err).__name__}: {' '.join(str(err).split())[:200]}",
+        found=f"{shown(info)}; {type(err).__name__} {' '.join(str(err).split())[:200]}".rstrip(),
         hint=f"w4pack verify {model_config.model}" if model_config.quantization == METHOD else None,
     )
 

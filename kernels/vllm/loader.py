@@ -47,6 +47,7 @@ class W4PackModelLoader(DefaultModelLoader):
         plain.load_format, plain.model_loader_extra_config = "safetensors", {}
         super().__init__(plain)
         self._model: nn.Module | None = None  # that is being loaded
+        self._running: nn.Module | None = None  # that takes weights once more
         self._config: Any = None
         self._watch = ExitStack()  # over the model's code
         self._read: list[completeness.Read] = []  # what the files hold that the code was given
@@ -95,9 +96,13 @@ class W4PackModelLoader(DefaultModelLoader):
         """Yield (name, tensor) of all weights: unread while a model is loaded, else read one by one.
 
         The engine calls it by itself to reload weights, and then keeps tensors of a layer to itself until it
-        has all of them.
+        has all of them: a layer that lacks one would stay as it was.
+
+        Raises:
+            SourceError: of an artifact, other tensors than those that the engine was started with.
         """
         self._config = model_config
+        self._running = model if self._model is None else None
         return super().get_all_weights(model_config, model)
 
     def _get_weights_iterator(self, origin: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -151,6 +156,8 @@ class W4PackModelLoader(DefaultModelLoader):
     def _check_files(self, folder: str) -> None:
         """Check the headers once more, of the files that are read: they may have come from the Hub since."""
         found = source.of_folder(folder)
+        if self._running is not None and found.artifact is not None:
+            completeness.check_same(self._running, found.artifact)
         if self.options.get("check_hashes") and found.artifact is not None:
             hashes.check(found.artifact, set(found.artifact.tensors), self.options.get("threads"))
 
@@ -176,6 +183,12 @@ def auto(own: type[Any]) -> type[Any]:
                 W4PackModelLoader(self.load_config).load_weights(model, model_config)
             else:
                 super().load_weights(model, model_config)
+
+        def get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
+            """Yield (name, tensor) of all weights: the engine asks for them by itself to reload them."""
+            if model_config.quantization == METHOD:
+                return W4PackModelLoader(self.load_config).get_all_weights(model_config, model)
+            return super().get_all_weights(model_config, model)
 
         def load_model(self, vllm_config: Any, model_config: Any, **more: Any) -> Any:
             """Make a model and load it."""

@@ -32,6 +32,7 @@ FLAGS: tuple[tuple[str, str, dict[str, Any], str, str], ...] = (
     ("prefix-caching", PLAIN, {"options": {"enable_prefix_caching": True}}, "equal", ""),
     ("compiled", EXPERTS, {"options": {"enforce_eager": False}}, "equal", ""),
     ("compiled-parts", DENSE, {"options": {"enforce_eager": False}}, "equal", ""),
+    ("lora-experts", EXPERTS, {"options": {"enable_lora": True}}, "refuses", "--lora-target-modules"),
     ("lora", PLAIN, {"options": {"enable_lora": True}}, "equal", ""),
     ("ngram", PLAIN, {"options": {"speculative_config": NGRAM}}, "equal", ""),
     ("reload", DENSE, {"reload": True}, "equal", ""),
@@ -63,8 +64,21 @@ def flags(shelf: Shelf) -> Iterator[Case]:
     yield adapted(shelf, place)
     plain = shelf.source("gptqmodel-w4g128-sym-llama")
     yield Case("plugin-flag-loader-on-gptq", "plugin", plain, plain, "equal", loader="w4pack")
+    yield pickled(shelf, plain)
     claimed = {"quantization": "w4pack"}
     yield Case("plugin-flag-no-artifact", "plugin", plain, plain, "refuses", says="match", options=claimed)
+
+
+def pickled(shelf: Shelf, source: Path) -> Case:
+    """Return a 16-bit checkpoint in a pickle, given to our loader."""
+    import torch
+    from safetensors.torch import load_file
+
+    place = shutil.copytree(shelf.decoded(source), shelf.root / "pickled")
+    torch.save(load_file(place / "model.safetensors"), place / "pytorch_model.bin")
+    (place / "model.safetensors").unlink()
+    says = "--load-format auto"
+    return Case("plugin-flag-loader-on-bin", "plugin", place, source, "refuses", says=says, loader="w4pack")
 
 
 def adapted(shelf: Shelf, place: Path) -> Case:

@@ -1,6 +1,7 @@
 """The model loader over stand-ins of the engine's: which folder it reads, what it says when models stop."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,7 +111,7 @@ def test_a_tensor_at_which_the_model_stops_is_named(plain: SimpleNamespace, erro
         loader().load_weights(Model("b", error), plain)
     err = caught.value
     assert (err.code, err.where, err.hint) == ("tensor-mismatch", "model.safetensors, b", None)
-    assert str(err.found) == f"F32 [2, 2]; {type(error).__name__}: {error}"
+    assert str(err.found) == f"F32 [2, 2]; {type(error).__name__} {error}".rstrip()
     assert err.__cause__ is error
 
 
@@ -257,3 +258,58 @@ def test_any_other_tensor_without_a_place_is_an_error(name: str, load: Callable[
     with pytest.raises(SourceError) as caught:
         load(Layers(WAYS["copied"], head=False), "a.weight", "b.weight", name)
     assert (caught.value.code, caught.value.where) == ("extra-tensor", name)
+
+
+# ---- once more ---------------------------------------------------------------------------------------
+
+
+OTHERS: dict[str, tuple[dict[str, LinearSpec], dict[str, Any], str, str]] = {
+    "missing": ({}, {"x.bias": ("F16", (64,))}, "missing-tensor", "model.norm.weight"),
+    "extra": ({}, {"model.norm.weight": ("F16", (64,)), "x.bias": ("F16", (64,))}, "extra-tensor", "x.bias"),
+    "shape": ({}, {"model.norm.weight": ("F16", (32,))}, "tensor-mismatch", "model.norm.weight"),
+    "another scheme": (
+        {name: replace(spec, bits=8) for name, spec in SPECS.items()},
+        {"model.norm.weight": ("F16", (64,))},
+        "tensor-mismatch",
+        "model.layers.0.mlp.down_proj.weight",
+    ),
+}
+DENSE = {"model.norm.weight": ("F16", (64,))}
+
+
+def running(folder: Path) -> torch.nn.Module:
+    """Return a model that was started with an artifact."""
+    from w4pack.kernels.vllm import source
+    from w4pack.kernels.vllm.linear import W4PackLinearMethod
+
+    model = torch.nn.Sequential(torch.nn.Identity())
+    model[0].quant_method = W4PackLinearMethod(source.of_folder(folder), tuple(SPECS))  # type: ignore[assignment]
+    return model
+
+
+def auto_loader() -> Any:
+    """Return what the engine takes where no loader is named."""
+    from w4pack.kernels.vllm.loader import auto
+
+    return auto(standins.Loader)(loader().load_config)
+
+
+def test_a_running_model_takes_the_same_tensors_once_more(tmp_path: Path) -> None:
+    for seed, name in enumerate(("first", "second")):
+        write_artifact(tmp_path / name, SPECS, dense=DENSE, seed=seed)
+    settings = SimpleNamespace(model=str(tmp_path / "second"), quantization="w4pack")
+    given = dict(auto_loader().get_all_weights(settings, running(tmp_path / "first")))
+    held = load_file(next((tmp_path / "second").glob("*.safetensors")))
+    assert given.keys() == held.keys()
+    assert all(torch.equal(given[name].view(torch.uint8), held[name].view(torch.uint8)) for name in held)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_running_model_does_not_take_other_tensors(other: str, tmp_path: Path) -> None:
+    specs, dense, code, where = OTHERS[other]
+    write_artifact(tmp_path / "first", SPECS, dense=DENSE)
+    write_artifact(tmp_path / "second", specs or SPECS, dense=dense)
+    settings = SimpleNamespace(model=str(tmp_path / "second"), quantization="w4pack")
+    with pytest.raises(SourceError) as caught:
+        next(auto_loader().get_all_weights(settings, running(tmp_path / "first")))
+    assert (caught.value.code, caught.value.where) == (code, where)
