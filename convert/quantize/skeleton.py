@@ -41,7 +41,7 @@ class Skeleton:
     provider: Provider
     device: torch.device
     dtype: torch.dtype
-    absent: dict[tuple[nn.Module, str], torch.Tensor] = field(default_factory=dict)
+    absent: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
 
     def prefix(self, index: int) -> str:
         """Return the path of a decoder layer, with its dot."""
@@ -96,7 +96,8 @@ class Skeleton:
         """
         for owner in module.modules():
             for held in (owner._parameters, owner._buffers):
-                held.update({name: self.absent.get((owner, name), tensor) for name, tensor in held.items()})
+                for name in held:
+                    held[name] = self.absent.get((owner, name), held[name])
         give_back()
 
     def empty_outside(self) -> None:
