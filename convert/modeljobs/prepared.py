@@ -10,7 +10,7 @@ import torch
 from w4pack.convert.core import dtypes
 from w4pack.convert.core.facts import Warning_
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.dialects.online import ACT_SITES
+from w4pack.convert.dialects.online import ACT_SITES, parse
 from w4pack.convert.errors import Refused, SourceError, UsageError
 from w4pack.convert.files.provider import CheckpointProvider, Provider
 from w4pack.convert.jobs.conversion import Running, folder_of
@@ -23,6 +23,7 @@ from w4pack.convert.quantize.calibration import Calibration, calibrate
 from w4pack.convert.quantize.clips import ACT_DEFAULTS, KV_DEFAULTS, Clips
 from w4pack.convert.rotate.plan import RotationPlan
 from w4pack.convert.source.detect import Source
+from w4pack.convert.source.online import place, plain, without_kernel
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -112,6 +113,7 @@ def prepare(
     if runs_online(options):
         online = _online(model, options, provider, turned, calibration, device)
         model = replace(model, online=online)
+        warnings += _no_kernel(model)
     schemes = None
     if asked.bpw is not None:
         from w4pack.convert.modeljobs.mixed import choose
@@ -143,6 +145,17 @@ def _online(
         clips = find_clips(config, provider, runtime, calibration.windows, device)
     accounted = model_of(config, model.infos)
     return records(options, accounted, rotation, clips.acts, clips.keys, clips.values)
+
+
+def _no_kernel(model: ModelTensors) -> tuple[Warning_, ...]:
+    """Warn of a cache that the loader has no kernel for: the artifact will load with one of 16 bit alone."""
+    online = parse(list(model.online))
+    at = place(model.config, model.infos, plain(model.infos.values()))
+    bits, found = online.settings().kv_bits, without_kernel(online.settings(), at)
+    return tuple(
+        Warning_(p.code, f"--kv-bits {bits}", f"a head size with kernels: {p.expected}", str(p.found))
+        for p in found
+    )
 
 
 def device_of(name: str) -> torch.device:

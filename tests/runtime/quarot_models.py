@@ -45,7 +45,14 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
     "qwen2": lambda: tf.Qwen2Config(**SIZES),
     "qwen3": lambda: tf.Qwen3Config(**SIZES),
     "phi3": lambda: tf.Phi3Config(**SIZES),
-    "gemma2": lambda: tf.Gemma2Config(**SIZES, query_pre_attn_scalar=64, sliding_window=20),
+    # Soft caps so low that every score feels them.
+    "gemma2": lambda: tf.Gemma2Config(
+        **SIZES,
+        query_pre_attn_scalar=64,
+        sliding_window=20,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
     "olmo2": lambda: tf.Olmo2Config(**SIZES),
     "mixtral": lambda: tf.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen3-moe": lambda: tf.Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[0]),

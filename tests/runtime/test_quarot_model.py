@@ -139,12 +139,22 @@ def test_a_transform_that_is_left_out_is_seen(made: Callable[[str], Path], tmp_p
     assert relative(found[0] - inputs[0].float(), wanted[0] - inputs[0].float()) > 10 * LAYER
 
 
-@pytest.mark.parametrize(("bits", "most"), [((16, 16), 0.02), ((16, 4), 0.2), ((8, 8), 0.1)])
+NEAR: list[tuple[str, tuple[int, int], float]] = [
+    ("llama", (16, 16), 0.02),
+    ("llama", (16, 4), 0.2),
+    ("llama", (8, 8), 0.1),
+    ("gemma2", (16, 8), 0.03),  # a soft cap, and a window in every second layer
+    ("mistral", (16, 8), 0.03),  # a window
+    ("phi3", (16, 8), 0.03),  # q/k/v and gate/up in one tensor each
+]
+
+
+@pytest.mark.parametrize(("name", "bits", "most"), NEAR, ids=str)
 def test_logits_are_near_the_fake_quantized_model_s(
-    bits: tuple[int, int], most: float, made: Callable[[str], Path], tmp_path: Path
+    name: str, bits: tuple[int, int], most: float, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Two random layers, relative error of all logits: what 16-bit streams and the codes they move leave."""
-    out = made("llama")
+    out = made(name)
     model = w4pack.load(out, act_bits=bits[0], kv_bits=bits[1])
     with torch.no_grad():
         found = model(TOKENS).logits.float()

@@ -141,7 +141,9 @@ def test_check_says_what_loading_and_eval_do(case: str, out: Path, text: Path, t
 def test_a_head_size_without_kernel_is_said_before_it_is_loaded(tmp_path: Path) -> None:
     plain = models.source("llama", tmp_path / "source", **SMALL, head_dim=72)
     options = QuantizeOptions(method="rtn", group_size=-1, kv_bits=4)
-    convert(plain, tmp_path / "out", quantize=options)
+    report = convert(plain, tmp_path / "out", quantize=options)
+    (warning,) = (w for w in report.warnings if w.code == "head-size")
+    assert (warning.where, warning.found) == ("--kv-bits 4", "72")
     (answer,) = check(tmp_path / "out", engines=["w4pack"])
     (blocker,) = answer["results"][0]["blockers"]
     loaded = refusal(lambda: w4pack.load(tmp_path / "out"))
