@@ -85,6 +85,34 @@ def test_a_fused_layer_of_a_rank(kind: str, rank: int, device: str) -> None:
     assert float((found.double() - exact).abs().max()) <= bound(exact, 128)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_layer_holds_the_bytes_of_the_file_where_they_were_put(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is repacked, moved or held twice (failure kinds F36, F57)."""
+    from w4pack.kernels.vllm.linear import W4PackLinearMethod
+
+    specs = {n: replace(LinearSpec(128, w, group_size=32), **KINDS[kind]) for n, w in (("q", 128), ("k", 64))}
+    files = {name: tensors_of(spec, seed) for seed, (name, spec) in enumerate(specs.items())}
+    for name in files if kind == "orders" else ():
+        files[name]["act_perm"] = files["q"]["act_perm"]  # as GPTQ gives them: one order, one weight
+    found = source(specs, files)
+    method = W4PackLinearMethod(found, tuple(specs))
+    layer = standins.Linear("a.qk_proj")
+    same = files["q"].get("act_perm", torch.zeros(0)).numpy().tobytes()
+    monkeypatch.setattr(type(found), "order", lambda *_: same)
+    method.create_weights(layer, 128, [128, 64], 128, 192, torch.float16)
+    for shard, module in enumerate(specs):
+        for suffix, tensor in files[module].items():
+            getattr(layer, suffix).weight_loader(getattr(layer, suffix), tensor, shard)
+    places = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+    method.process_weights_after_loading(layer)
+    assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == places
+    for suffix, parameter in layer.named_parameters():
+        parts = [files[module][suffix] for module in specs]
+        assert torch.equal(parameter, parts[0] if suffix == "act_perm" else torch.cat(parts, dim=-1))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
