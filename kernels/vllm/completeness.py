@@ -11,7 +11,7 @@ from w4pack.convert.errors import Refused, SourceError, W4PackError, name_some
 from w4pack.convert.files.tensorfile import TensorInfo, natural_order
 from w4pack.kernels.artifact import Artifact, compare_names
 from w4pack.kernels.packed import shown, tensor_error
-from w4pack.kernels.vllm.lazy import Ledger
+from w4pack.kernels.vllm.lazy import Ledger, address
 from w4pack.kernels.vllm.linear import W4PackLinearMethod
 from w4pack.kernels.vllm.moe import W4PackMoEMethod
 from w4pack.kernels.vllm.unusable import METHOD
@@ -85,7 +85,8 @@ def check_taken(model: nn.Module, read: Sequence[Read], config: Any) -> None:
     problems: list[W4PackError] = []
     written = {address for _, ledger in read for address in ledger.written}
     for name, parameter in model.named_parameters():
-        if parameter.untyped_storage().data_ptr() not in written and parameter.numel() > 1:
+        place = address(parameter)
+        if place is not None and place not in written and parameter.numel() > 1:
             shape = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
             what = "a tensor of the model is missing in the artifact"
             problems.append(tensor_error(what, name, shape, None, "missing-tensor"))

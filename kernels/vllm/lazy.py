@@ -46,7 +46,10 @@ class Ledger:
     def note(self, target: torch.Tensor, source: "FileTensor") -> bool:
         """Write a copy down; False if it is none of rectangles of bytes, and must be done by reading."""
         view = source.window
-        self.written.add(target.untyped_storage().data_ptr())
+        place = address(target)
+        if place is None:
+            return False
+        self.written.add(place)
         if target.dtype != view.dtype or target.shape != view.shape or target.device.type == "meta":
             return False
         rectangle = _rectangle(target, view)
@@ -87,12 +90,20 @@ class Ledger:
 
     def waits(self, tensor: torch.Tensor) -> bool:
         """Tell whether bytes for a tensor's memory are written down and not there yet."""
-        return tensor.untyped_storage().data_ptr() in self._arenas.get(tensor.device, {})
+        return address(tensor) in self._arenas.get(tensor.device, {})
 
     def read(self, info: TensorInfo) -> torch.Tensor:
         """Return a tensor of a file in main memory, read now."""
         plan = placement.make_plan({info.name: placement.take(info)})
         return transfer.execute(plan, self.files, "cpu")[info.name]
+
+
+def address(tensor: torch.Tensor) -> int | None:
+    """Return where the memory of a tensor starts; None: it has none, as on ``meta``, or others hold it."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except RuntimeError:  # of tensors that only wrap others there is no other way to tell
+        return None
 
 
 class FileTensor(torch.Tensor):
@@ -180,8 +191,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         noted = func is COPY and len(args) > 1 and isinstance(args[1], FileTensor)
         if not noted and not _is_view(func) and any(map(self._waits, tree_leaves((args, kwargs)))):
             self.ledger.execute(self.threads)
-        if func is COPY and not noted and args[0].device.type != "meta":
-            self.ledger.written.add(args[0].untyped_storage().data_ptr())  # what was read before
+        place = address(args[0]) if func is COPY and not noted else None
+        if place is not None:
+            self.ledger.written.add(place)  # by what was read before
         return func(*args, **kwargs)
 
     def _waits(self, value: Any) -> bool:

@@ -176,3 +176,34 @@ def test_some_layers_in_main_memory_and_some_on_the_card(file: Path) -> None:
         target.copy_(files["words"])
     assert ledger.execute() == 3 * 12 * 40 * 4
     assert all(torch.equal(target.cpu(), real["words"]) for target in places)
+
+
+class Wrapped(torch.Tensor):
+    """A parameter without memory of its own, as quantized ones of an engine are."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type["Wrapped"], held: torch.Tensor) -> "Wrapped":
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        made.held = held
+        return made
+
+    def __init__(self, held: torch.Tensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        return func(*(arg.held if isinstance(arg, Wrapped) else arg for arg in args))
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_parameter_that_wraps_others_takes_what_is_read(read: bool, file: Path) -> None:
+    ledger, files, real = opened(file)
+    target = torch.zeros(6, 10, dtype=torch.float16)
+    with Watch(ledger):
+        Wrapped(target).copy_(files["half"].clone() if read else files["half"])
+    ledger.execute()
+    assert torch.equal(target, real["half"])
