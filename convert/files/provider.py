@@ -102,3 +102,10 @@ class CheckpointProvider:
         self.checkpoint.read_into(info, offset, memoryview(data))
         values = torch.frombuffer(data, dtype=own).reshape(shape)
         return values if dtype is None else values.to(dtype)
+
+
+def is_finite(values: "torch.Tensor") -> bool:
+    """Whether no value is NaN or infinite: by the least and the largest, without a mask of them all."""
+    import torch
+
+    return not values.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from w4pack.convert.files.provider import is_finite
+
 BAND = 256  # columns of H that are made at a time: H is symmetric, so the lower half is never computed
 LEAF = 192  # rows of a triangle that is inverted as it is
 DAMPINGS = 3  # times the damping grows tenfold before a linear is given up
@@ -147,8 +149,3 @@ def _invert(lower: torch.Tensor, inverse: torch.Tensor) -> None:
     _invert(lower[second, second], inverse[second, second])
     joined = lower[second, first] @ inverse[first, first]
     torch.mm(inverse[second, second], joined, out=inverse[second, first]).neg_()
-
-
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite: in one pass, without a mask of them all."""
-    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())

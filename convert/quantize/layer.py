@@ -16,7 +16,8 @@ from torch import nn
 from w4pack.convert.core import families
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import W4PackError
-from w4pack.convert.quantize.hessian import Statistics, is_finite
+from w4pack.convert.files.provider import is_finite
+from w4pack.convert.quantize.hessian import Statistics
 from w4pack.convert.quantize.linears import Quantized, Sample, quantize_set
 from w4pack.convert.quantize.settings import Settings
 from w4pack.convert.quantize.stream import Stream

@@ -9,7 +9,7 @@ import torch
 
 from w4pack.convert.core.families import natural_key
 from w4pack.convert.errors import Refused, SourceError
-from w4pack.convert.files.provider import Provider, torch_dtype
+from w4pack.convert.files.provider import Provider, is_finite, torch_dtype
 from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
 from w4pack.convert.rotate.plan import RotationPlan
 from w4pack.convert.rotate.steps import Center, Divide, Fill, Gain, Shift, Turn, row_axes
@@ -67,8 +67,8 @@ class Rotated:
 
     def _refuse_nonfinite(self, values: torch.Tensor, name: str) -> None:
         """A NaN or an infinity would spread over every vector that it lies in."""
-        finite = torch.isfinite(values)
-        if not bool(finite.all()):
+        if not is_finite(values):
+            finite = torch.isfinite(values)
             place = [int(i) for i in (~finite).nonzero()[0]]
             raise SourceError(
                 "a weight is not a finite number, and rotating it would spread it",
@@ -129,14 +129,14 @@ class Rotated:
     def _cast(self, values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
         """Return a tensor that nothing is done to in another dtype; what was not finite may stay so."""
         made = values.to(dtype)
-        if bool(torch.isfinite(values).all()):
+        if is_finite(values):
             self._refuse_overflow(made, name)
         return made
 
     def _refuse_overflow(self, made: torch.Tensor, name: str) -> None:
         """Finite weights must come out finite: only the dtype can be too small for them."""
-        finite = torch.isfinite(made)
-        if not bool(finite.all()):
+        if not is_finite(made):
+            finite = torch.isfinite(made)
             place = [int(i) for i in (~finite).nonzero()[0]]
             raise Refused(
                 f"a weight is too large for {str(made.dtype).removeprefix('torch.')}",
@@ -150,15 +150,23 @@ class Rotated:
 
 def turn(values: torch.Tensor, step: Turn) -> torch.Tensor:
     """Rotate the vectors that a step names, the rest of the tensor kept. Returns a new tensor."""
-    n, made = step.rotation.n, values.clone()
-    part = made.narrow(step.axis, step.start, step.stride * step.count)
+    vectors = _vectors(values, step)
+    turned = rotate(vectors, step.rotation, step.axis + 1)
+    if vectors.numel() == values.numel():
+        return turned.reshape(values.shape)
+    made = values.clone()
+    _vectors(made, step).copy_(turned)
+    return made
+
+
+def _vectors(values: torch.Tensor, step: Turn) -> torch.Tensor:
+    """Return the vectors that a step names, as a view: they lie along the axis behind the step's."""
+    n = step.rotation.n
+    part = values.narrow(step.axis, step.start, step.stride * step.count)
     before, after = part.shape[: step.axis], part.shape[step.axis + 1 :]
     if step.apart > 1:
-        vectors = part.view(*before, step.count, n, step.apart, *after)
-    else:
-        vectors = part.view(*before, step.count, step.stride, *after).narrow(step.axis + 1, step.offset, n)
-    vectors.copy_(rotate(vectors, step.rotation, step.axis + 1))
-    return made
+        return part.view(*before, step.count, n, step.apart, *after)
+    return part.view(*before, step.count, step.stride, *after).narrow(step.axis + 1, step.offset, n)
 
 
 def round_once(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
