@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError
-from w4pack.kernels import devices, launch, linears, placement, transfer
+from w4pack.kernels import arguments, devices, launch, linears, placement, transfer
 from w4pack.kernels.artifact import Artifact, open_artifact
 from w4pack.kernels.hf import joins, online, quantizer, skeleton, wiring
 from w4pack.kernels.hf.joins import Joins
@@ -117,7 +117,7 @@ def _compute_dtype(asked: torch.dtype | str | None, own: torch.dtype | None) -> 
     if asked in (None, "auto"):
         return quantizer.activations(own or torch.float32)
     wanted = getattr(torch, asked, None) if isinstance(asked, str) else asked
-    if wanted not in quantizer.ACTIVATIONS:
+    if wanted not in arguments.NAMES:
         raise UsageError(
             "the kernels do not compute in this dtype",
             code="dtype",

@@ -22,12 +22,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from w4pack.convert.dialects import w4pack as dialect
 from w4pack.convert.errors import Refused, UsageError
-from w4pack.kernels import launch
+from w4pack.kernels import arguments, launch
 from w4pack.kernels.artifact import open_artifact
 from w4pack.kernels.hf import joins, online, skeleton, wiring
 
 METHOD = "w4pack"
-ACTIVATIONS = (torch.float16, torch.bfloat16)
 
 
 class W4PackConfig(QuantizationConfigMixin):
@@ -144,7 +143,7 @@ def cards(device_map: Any) -> list[int]:
 
 def activations(dtype: torch.dtype) -> torch.dtype:
     """Return the 16-bit dtype for a model of ``dtype``; fp32 becomes bf16, with a warning: same range."""
-    if dtype in ACTIVATIONS:
+    if dtype in arguments.NAMES:
         return dtype
     warnings.warn(f"the kernels compute in 16 bit: bfloat16 instead of {dtype}", stacklevel=2)
     return torch.bfloat16

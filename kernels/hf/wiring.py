@@ -22,7 +22,7 @@ from w4pack.kernels.quarot.fronts import Front, FusedNorm, GatedFront, HeadsFron
 from w4pack.kernels.quarot.modules import GatedMLP, put_front
 from w4pack.kernels.quarot.transform import Transform
 
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> the operator's
+OPERATOR_OF = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> the operator's
 GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 
 
@@ -176,7 +176,7 @@ class _Wiring:
 def _activation(owner: nn.Module) -> str | None:
     """Return the operator's name of an MLP's activation, or None if it has none."""
     own = getattr(owner, "act_fn", None) or getattr(owner, "activation_fn", None)
-    for name, found in ACTIVATIONS.items():
+    for name, found in OPERATOR_OF.items():
         if type(own) is type(ACT2FN[name]) and repr(own) == repr(ACT2FN[name]):
             return found
     return None
