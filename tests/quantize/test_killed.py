@@ -28,18 +28,22 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rotate", ["none", "offline"])
+@pytest.mark.parametrize(
+    "options",
+    [("none",), ("offline",), ("full", "--act-bits", 4, "--kv-bits", 4)],
+    ids=["plain", "rotated", "4-bit activations and cache"],
+)
 def test_kill_9_while_a_layer_is_written_then_resume_gives_the_same_bytes(
-    rotate: str, llama: Path, book: Path, tmp_path: Path
+    options: tuple[str | int, ...], llama: Path, book: Path, tmp_path: Path
 ) -> None:
-    quantize(llama, tmp_path / "one", "--rotate", rotate, text=book).expect(0)
-    words = ["convert", llama, tmp_path / "two", "--quantize", "gptq", "--group-size", 32, "--rotate", rotate]
-    words += ["--calibration", book, *FEW, "-q"]
+    quantize(llama, tmp_path / "one", "--rotate", *options, text=book).expect(0)
+    words = ["convert", llama, tmp_path / "two", "--quantize", "gptq", "--group-size", 32]
+    words += ["--rotate", *options, "--calibration", book, *FEW, "-q"]
     done = subprocess.run([sys.executable, "-c", KILLED, *map(str, words)], timeout=600, check=False)
     assert done.returncode == -9
     assert not (tmp_path / "two").exists()
     (staging,) = tmp_path.glob("*.w4pack-staging")
     journal = next(p for p in staging.rglob("*") if "journal" in p.name).read_text()
     assert "layers.0.mlp.down_proj" in journal and "layers.1.self_attn" not in journal
-    quantize(llama, tmp_path / "two", "--rotate", rotate, "--resume", text=book).expect(0)
+    quantize(llama, tmp_path / "two", "--rotate", *options, "--resume", text=book).expect(0)
     assert tree(tmp_path / "two") == tree(tmp_path / "one")
