@@ -22,7 +22,7 @@ from w4pack.convert.events import (
     time_text,
     warning_fields,
 )
-from w4pack.convert.jobs.conversion import MEMORY, Report, Running
+from w4pack.convert.jobs.conversion import MEMORY, Report, Running, check_device
 from w4pack.convert.jobs.execute import StopFlag
 from w4pack.convert.jobs.work import Packer, packs_tiles
 from w4pack.convert.planning.options import HUB_FILE_LIMIT, ConvertOptions
@@ -31,12 +31,14 @@ from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.convert.planning.quantizing import memory_of
 from w4pack.convert.planning.show import plan_event, text
 from w4pack.convert.planning.targets import TARGETS
+from w4pack.convert.quantized import require_extras
 from w4pack.convert.source.detect import Source
 
 if TYPE_CHECKING:
     from w4pack.convert.hub.access import Access
 
 
+OPPOSITES = {"sym": "--asym", "gptaq": "--no-gptaq"}  # what says no to an option
 PackerOn = Callable[[str], Packer | None]  # the name of a device -> what packs there; None: the CPU
 
 
@@ -79,8 +81,8 @@ def _quantize_options(given: Given) -> QuantizeOptions | None:
     names = [f.name for f in fields(QuantizeOptions) if f.name != "method"]
     chosen = {n: given[n] for n in names if given[n] is not None and given[n] != ()}
     if given["quantize"] is None:
-        for name in chosen:
-            flag = "--" + name.replace("_", "-")
+        for name, value in chosen.items():
+            flag = OPPOSITES[name] if value is False else "--" + name.replace("_", "-")
             raise UsageError(f"`{flag}` has no meaning without `--quantize`", where=flag)
         return None
     if "module_bits" in chosen:
@@ -88,13 +90,15 @@ def _quantize_options(given: Given) -> QuantizeOptions | None:
     return QuantizeOptions(given["quantize"], **chosen)
 
 
-def _packer(given: Given, options: ConvertOptions, packer_on: PackerOn, reporter: Reporter) -> Packer | None:
-    """Return what packs on the device asked for. Raises UsageError if the option has nothing to act on, or
-    the device cannot pack; where it also quantizes, which any card can, that is told and the CPU packs.
+def _packer(given: Given, options: ConvertOptions, packer_on: PackerOn) -> tuple[Packer | None, str | None]:
+    """Return what packs on the device asked for, and a note. Raises UsageError if the option has nothing to
+    act on, or the device cannot pack; where it also quantizes, which any card can, that is noted and the CPU
+    packs.
     """
     device, layout = given["device"] or "cpu", TARGETS[options.to].layout
+    check_device(device)
     if device == "cpu":
-        return None
+        return None, None
     if layout is None or not packs_tiles(formats.get(layout)):
         if options.quantize is None:
             raise UsageError(
@@ -103,26 +107,26 @@ def _packer(given: Given, options: ConvertOptions, packer_on: PackerOn, reporter
                 expected="`--quantize`, or `--to` marlin or marlin-legacy",
                 found=f"--to {options.to}",
             )
-        return None
+        return None, None
     try:
-        return packer_on(device)
+        return packer_on(device), None
     except UsageError as err:
         if options.quantize is None:
             raise
-        if err.code != "no-device":  # quantizing refuses that one itself
-            reporter.event("note", text=f"the codes are packed on the CPU: {err.what}")
-        return None
+        return None, f"the codes are packed on the CPU: {err.what}"
 
 
 def run_convert(given: Given, stop: StopFlag, packer_on: PackerOn) -> None:
     """Plan, print the plan, work, print what was done."""
     options, out = _convert_options(given), Path(given["out"])
     _check_given(given, options)
+    packer, note = _packer(given, options, packer_on)
     reporter = reporter_of(given)
-    running = _running(given, stop, reporter, _packer(given, options, packer_on, reporter))
+    running = _running(given, stop, reporter, packer)
+    on_plan = partial(_show_plan, given, out, reporter, note)
     try:
         if given["dry_run"]:
-            _dry_run(given, options, running)
+            _dry_run(given, options, running, note)
             return
         access = _preflight(given, options, running) if given["push_to"] else None
         report = api.convert(
@@ -132,7 +136,7 @@ def run_convert(given: Given, stop: StopFlag, packer_on: PackerOn) -> None:
             where=where_of(given),
             running=running,
             verify_after=given["verify_after"],
-            on_plan=partial(_show_plan, given, out),
+            on_plan=on_plan,
         )
     finally:
         reporter.close()
@@ -166,9 +170,12 @@ def _check_given(given: Given, options: ConvertOptions) -> None:
         )
 
 
-def _dry_run(given: Given, options: ConvertOptions, running: Running) -> None:
+def _dry_run(given: Given, options: ConvertOptions, running: Running, note: str | None) -> None:
+    """Show the plan. Raises UsageError after it, where what the run needs cannot be imported."""
     made = api.plan(given["src"], given["out"], options=options, where=where_of(given), running=running)
-    _show_plan(given, Path(given["out"]), *made, dry=True)
+    _show_plan(given, Path(given["out"]), running.reporter, note, *made, dry=True)
+    if options.quantize is not None:
+        require_extras("quantizing")
     if given["as_json"]:
         for warning in made[1]:
             running.reporter.event("warning", **warning_fields(warning))
@@ -178,12 +185,30 @@ def _dry_run(given: Given, options: ConvertOptions, running: Running) -> None:
 def _show_plan(
     given: Given,
     out: Path,
+    reporter: Reporter,
+    note: str | None,
     plan: Plan,
     warnings: Sequence[Warning_],
     facts: ModelFacts,
     source: Source,
     *,
     dry: bool = False,
+) -> None:
+    """Print the plan, then the note: nothing is refused any more."""
+    _print_plan(given, out, plan, warnings, facts, source, dry=dry)
+    if note is not None:
+        reporter.event("note", text=note)
+
+
+def _print_plan(
+    given: Given,
+    out: Path,
+    plan: Plan,
+    warnings: Sequence[Warning_],
+    facts: ModelFacts,
+    source: Source,
+    *,
+    dry: bool,
 ) -> None:
     if given["quiet"] and not (dry or given["as_json"]):
         return

@@ -6,6 +6,7 @@ a stable ``code`` slug that tests and JSON consumers may rely on.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 
 EXIT_OK = 0
@@ -132,10 +133,21 @@ def extra_missing(doing: str, missing: Sequence[str], extra: str) -> UsageError:
 
 
 def require_extra(doing: str, packages: Sequence[str], extra: str) -> None:
-    """Raise UsageError unless some packages are installed. Imports none of them."""
+    """Import packages. Raises UsageError where one is not installed, or is and cannot be imported."""
     missing = [name for name in packages if not installed(name)]
     if missing:
         raise extra_missing(doing, missing, extra)
+    for name in packages:
+        try:
+            import_module(name)
+        except Exception as err:  # a library that it loads is not there, or of another version: any kind
+            raise UsageError(
+                f"{doing} needs {name}, which is installed but cannot be imported",
+                code="extra-broken",
+                expected=f"a whole installation of {name}: `python -c 'import {name}'` says nothing",
+                found=f"{type(err).__name__}: {err}".partition("\n")[0][:200],
+                hint=f"pip install --force-reinstall 'w4pack[{extra}]'",
+            ) from err
 
 
 def installed(name: str) -> bool:

@@ -12,8 +12,9 @@ from w4pack.convert.console import Given, print_json, question_reporter, where_o
 from w4pack.convert.errors import UsageError
 from w4pack.convert.events import SCHEMA, Reporter
 from w4pack.convert.jobs import manifest
-from w4pack.convert.jobs.conversion import Running
+from w4pack.convert.jobs.conversion import Running, check_device
 from w4pack.convert.opening import Where, opened
+from w4pack.convert.quantize.texts import read_texts
 from w4pack.convert.quantized import require_extras, threads
 from w4pack.convert.source.detect import Source, read_source
 from w4pack.convert.source.reading import DetectOptions
@@ -79,13 +80,14 @@ def evaluate(
     Raises UsageError for a text without one whole window, SourceError for a model that cannot be read,
     Refused for one that transformers cannot build.
     """
+    check_device(device)
+    texts, name = read_texts(str(text))
     require_extras("measuring a model")
     from w4pack.convert.events import Quiet
     from w4pack.convert.modeljobs.prepared import device_of, tokenizer_of
     from w4pack.convert.quantize import calibration, evaluation
 
     place, told = where or Where(), reporter or Quiet()
-    texts, name = calibration.read_texts(str(text))
     target = device_of(device)
     with threads(Running(threads=workers).workers), opened(path, place, told) as (checkpoint, _):
         source = read_source(checkpoint, DetectOptions())

@@ -41,6 +41,62 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def missing_extras(what: str) -> UsageError | None:
+    """Return the error of torch or transformers that cannot be imported."""
+    try:
+        require_extras(what)
+    except UsageError as err:
+        return err
+    return None
+
+
+def _require_after_the_rest(
+    source: Source,
+    out: Path,
+    options: ConvertOptions,
+    origin: Mapping[str, str] | None,
+    running: Running,
+) -> None:
+    """Raise UsageError where torch or transformers cannot be imported, but other mistakes first."""
+    missing = missing_extras("quantizing")
+    if missing is not None:
+        _plan_ahead(source, out, options, origin, running, missing)
+        raise missing
+
+
+def _plan_ahead(
+    source: Source,
+    out: Path,
+    options: ConvertOptions,
+    origin: Mapping[str, str] | None,
+    running: Running,
+    missing: UsageError,
+) -> tuple[Plan, tuple[Warning_, ...], ModelFacts, Source]:
+    """Plan what names and headers decide. Raises what else is wrong; ``missing`` for what is measured."""
+    from w4pack.convert.jobs.conversion import check_device, check_place, source_files
+    from w4pack.convert.planning.online import runs_online
+    from w4pack.convert.planning.plan import facts_of
+    from w4pack.convert.planning.quantizing import plan_quantization
+    from w4pack.convert.planning.unquantized import as_recorded, unquantized
+
+    check_device(running.device)
+    check_place(source.checkpoint, out, running)
+    found = unquantized(source, options)
+    _read_calibration(options)
+    plan, more = plan_quantization(
+        found.model,
+        as_recorded(options),
+        origin=origin,
+        files=source_files(source.checkpoint, strict=running.strict),
+        record={"device": running.device.partition(":")[0]},
+    )
+    if runs_online(options) or (options.quantize is not None and options.quantize.bpw is not None):
+        raise missing  # clip ratios or schemes are measured: there is no plan without them
+    told = Warning_(missing.code, "--quantize", "what it needs", f"{missing.what}: {missing.hint}")
+    warnings = (*source.warnings, *found.warnings, *more, told)
+    return plan, warnings, facts_of(source.config, plan), source
+
+
 def quantize(
     source: Source,
     out: Path,
@@ -50,7 +106,7 @@ def quantize(
     on_plan: OnPlan | None,
 ) -> Report:
     """Quantize a source; see ``jobs.quantized.quantize_model``."""
-    require_extras("quantizing")
+    _require_after_the_rest(source, out, options, origin, running)
     from w4pack.convert.hub.fill import card_of
     from w4pack.convert.modeljobs.follow import follow
     from w4pack.convert.modeljobs.prepared import prepare
@@ -68,6 +124,16 @@ def quantize(
             on_plan=on_plan,
             team=team,
         )
+
+
+def _read_calibration(options: ConvertOptions) -> None:
+    """Raise UsageError for a calibration text on this disk that gives none."""
+    from w4pack.convert.hub.texts import PREFIX
+    from w4pack.convert.quantize.texts import read_texts
+
+    asked = options.quantize
+    if asked is not None and asked.method == "gptq" and not (asked.calibration or "").startswith(PREFIX):
+        read_texts(asked.calibration)
 
 
 def _texts(options: ConvertOptions) -> tuple[list[str], str] | None:
@@ -133,8 +199,14 @@ def plan_only(
     origin: Mapping[str, str] | None,
     running: Running,
 ) -> tuple[Plan, tuple[Warning_, ...], ModelFacts, Source]:
-    """Plan a quantization. Writes nothing."""
-    require_extras("quantizing")
+    """Plan a quantization. Writes nothing.
+
+    Without torch it is the plan of what headers decide, with a warning: the run itself cannot start, and no
+    token of the calibration text is counted.
+    """
+    missing = missing_extras("quantizing")
+    if missing is not None:
+        return _plan_ahead(source, out, options, origin, running, missing)
     from w4pack.convert.modeljobs.prepared import prepare
     from w4pack.convert.modeljobs.quantized import plan_quantized
 

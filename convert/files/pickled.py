@@ -13,7 +13,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from w4pack.convert.core.facts import Warning_
-from w4pack.convert.errors import SourceError, extra_missing
+from w4pack.convert.errors import SourceError, require_extra
 from w4pack.convert.files.store import Store
 from w4pack.convert.files.tensorfile import TensorInfo, natural_order
 
@@ -101,12 +101,9 @@ def open_pickles(
 ) -> dict[str, PickledFile]:
     """Load the pickles ``names`` of ``store``. ``tied``: the config ties the output head to the embedding.
 
-    Raises SourceError for a file that is no pickle of tensors, and UsageError if torch is not installed.
+    Raises SourceError for a file that is no pickle of tensors, and UsageError if torch cannot be imported.
     """
-    try:
-        import torch  # noqa: F401
-    except ImportError as err:
-        raise extra_missing(f"reading the pickle {names[0]}", ["torch"], "quantize") from err
+    require_extra(f"reading the pickle {names[0]}", ("torch",), "quantize")
     opened = {}
     for name in names:
         opened[name] = _open(name, _load(store, name, notices), tied, notices)

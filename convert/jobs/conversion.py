@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from w4pack.convert import formats
 from w4pack.convert.core.facts import ModelFacts, Warning_
-from w4pack.convert.errors import OutputError, Refused, SourceError, VerifyError
+from w4pack.convert.errors import OutputError, Refused, SourceError, UsageError, VerifyError
 from w4pack.convert.events import Quiet, Reporter, warning_fields
 from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
 from w4pack.convert.files.local import LocalStore
@@ -40,6 +41,18 @@ OnPlan = Callable[[Plan, Sequence[Warning_], ModelFacts, Source], None]
 WriteRest = Callable[[Path, manifest.Written], None]  # staging folder, what was written
 # Does what is left of a plan: (files, journal, what an earlier run finished) -> everything that is finished.
 Operations = Callable[[OutFiles, Journal, list[Finished]], Mapping[int, Finished]]
+
+
+def check_device(name: str) -> None:
+    """Raise UsageError for a name that no device has here, whether torch is installed or not."""
+    if re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) is None:
+        raise UsageError(
+            "no such device",
+            code="no-device",
+            where="--device",
+            expected="cpu, cuda or cuda:N",
+            found=name,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from w4pack.convert.core import dtypes
-from w4pack.convert.errors import extra_missing
+from w4pack.convert.errors import require_extra
 from w4pack.convert.files.provider import CheckpointProvider, torch_dtype
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.planning.options import ConvertOptions
@@ -23,11 +23,10 @@ RARE = 1e-4
 
 
 def rotated_model(source: Source, plan: Plan) -> "Rotated":
-    """Return the provider of the planned model's tensors. Raises UsageError where torch is missing."""
-    try:
-        from w4pack.convert.rotate.rotated import Rotated
-    except ImportError as err:
-        raise extra_missing("making rotated weights", ["torch"], "quantize") from err
+    """Return the provider of the planned model's tensors. Raises UsageError without torch."""
+    require_extra("making rotated weights", ("torch",), "quantize")
+    from w4pack.convert.rotate.rotated import Rotated
+
     options = ConvertOptions.from_chosen(dict(plan.options))
     return Rotated(CheckpointProvider(source.checkpoint), rotation_of(source, options))
 

@@ -2,23 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from w4pack.convert.core import dtypes
 from w4pack.convert.core.facts import Warning_
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.dialects.online import ACT_SITES, parse
-from w4pack.convert.errors import Refused, SourceError, UsageError
+from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.files.provider import CheckpointProvider, Provider
-from w4pack.convert.jobs.conversion import Running, folder_of
+from w4pack.convert.jobs.conversion import Running, check_device, folder_of
 from w4pack.convert.modeljobs.clipping import find_clips
 from w4pack.convert.modeljobs.online import runtime_of
-from w4pack.convert.planning.online import model_of, records, refuse_other_targets, runs_online
+from w4pack.convert.planning.online import model_of, records, runs_online
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantizing import ModelTensors, linears_of
+from w4pack.convert.planning.unquantized import as_recorded, unquantized
 from w4pack.convert.quantize.calibration import Calibration, calibrate
 from w4pack.convert.quantize.clips import ACT_DEFAULTS, KV_DEFAULTS, Clips
 from w4pack.convert.rotate.plan import RotationPlan
@@ -80,24 +79,13 @@ def prepare(
     if asked is None:
         raise ValueError("nothing is to be quantized")
     device = device_of(running.device)
-    warnings = refuse_quantized(source)
+    found = unquantized(source, options)
+    model, turned, warnings = found.model, found.rotation, found.warnings
     provider: Provider = CheckpointProvider(source.checkpoint)
-    changes: Mapping[str, Any] = {}
-    rotation, turned = None, None
-    if options.rotate != "none":
-        from w4pack.convert.planning.rotation import decide_rotation
+    if turned is not None:
         from w4pack.convert.rotate.rotated import Rotated
 
-        decided, turned, _ = decide_rotation(source, options)
         provider = Rotated(provider, turned, device)
-        changes, rotation = turned.config_changes, turned.to_json()
-        warnings += decided.warnings
-        if asked.method == "rtn" and asked.group_size != -1:
-            warnings += (_rotated_rtn(),)
-    refuse_other_targets(options)
-    infos = {name: provider.info(name) for name in provider.names()}
-    total = sum(t.nbytes for t in source.checkpoint.tensors.values())
-    model = ModelTensors(source.config, changes, infos, total, rotation)
     calibration = None
     if asked.method == "gptq":
         tokenizer = tokenizer_of(source)
@@ -122,9 +110,7 @@ def prepare(
 
         asked_for = default_schemes(model, options)
         schemes = choose(asked_for, provider, TARGETS[options.to], asked.bpw, device)
-    name = None if asked.calibration is None else Path(asked.calibration).name
-    name = texts[1] if texts is not None else name
-    recorded = replace(options, quantize=replace(asked, calibration=name))
+    recorded = as_recorded(options) if texts is None else as_recorded(options, texts[1])
     return Prepared(source, provider, model, recorded, origin, device, calibration, warnings, schemes)
 
 
@@ -160,6 +146,7 @@ def _no_kernel(model: ModelTensors) -> tuple[Warning_, ...]:
 
 def device_of(name: str) -> torch.device:
     """Return the device of a name. Raises UsageError for one that is not there."""
+    check_device(name)
     try:
         device = torch.device(name)
         if device.type == "cuda":
@@ -172,46 +159,6 @@ def device_of(name: str) -> torch.device:
             found=f"{name}: {str(err).partition(chr(10))[0][:100]}",
         ) from err
     return device
-
-
-def refuse_quantized(source: Source) -> tuple[Warning_, ...]:
-    """Raise Refused for a source whose weights are not 16 bit; warn of settings that say otherwise."""
-    from w4pack.convert.planning.rotation import refuse_packed
-
-    refuse_packed(source)
-    wide = [t for t in source.dense if len(t.shape) >= 2]
-    strange = [t for t in wide if t.dtype not in dtypes.FLOAT_TAGS]
-    if strange:
-        method = (source.quant_config or {}).get("quant_method", "no quantization config")
-        raise Refused(
-            "the source's weights are not 16 bit",
-            code="already-quantized",
-            where=strange[0].name,
-            expected="float16, bfloat16 or float32",
-            found=f"{strange[0].dtype} ({method})",
-            hint="quantize the checkpoint that it was made from",
-        )
-    if source.quant_config is None:
-        if source.problems:
-            raise Refused.together(source.problems)
-        return ()
-    return (
-        Warning_(
-            "stale-config",
-            f"{source.quant_file}: quantization settings",
-            "none, as every weight is 16 bit",
-            f"{source.quant_config.get('quant_method', 'some')}; left out of the output",
-        ),
-    )
-
-
-def _rotated_rtn() -> Warning_:
-    return Warning_(
-        "rotated-rtn",
-        "--rotate with --quantize rtn",
-        "`--quantize gptq`",
-        "rounding to nearest in groups, which often loses more on a rotated model than on the plain one",
-    )
 
 
 def tokenizer_of(source: Source) -> Any:

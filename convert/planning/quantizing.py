@@ -294,6 +294,14 @@ def _cannot_hold(name: str, obstacle: formats.Obstacle, target: Target) -> Refus
 WIDE = 4  # bytes of a float32, in which everything is computed on a CPU
 
 
+def _tokens_of(plan: Plan) -> int | None:
+    """Return the calibration tokens: as counted, or else as asked for; None for a method that needs none."""
+    text, asked = (plan.quantization or {}).get("calibration"), plan.options["quantize"]
+    if text is not None:
+        return int(text["tokens"])
+    return asked["samples"] * asked["seqlen"] if asked["method"] == "gptq" else None
+
+
 def memory_of(plan: Plan) -> int:
     """Return about how many bytes a quantization needs beside the interpreter and torch; on a CPU.
 
@@ -307,11 +315,10 @@ def memory_of(plan: Plan) -> int:
         sizes[index] = sizes.get(index, 0) + s.in_features * s.out_features
     widest = max(s.in_features for s in schemes.values())
     largest = max(s.in_features * s.out_features for s in schemes.values())
-    text = (plan.quantization or {}).get("calibration")
-    if text is None:
+    tokens = _tokens_of(plan)
+    if tokens is None:
         return 12 * WIDE * largest
     outside = sum(math.prod(d.shape) for d in plan.dense if len(d.shape) == 2)
     hidden = min(s.in_features for s in schemes.values())
-    tokens = int(text["tokens"])
     streams = 3 * tokens * hidden + 4 * min(tokens, 8192) * widest
     return WIDE * (outside + 3 * max(sizes.values()) + 8 * widest * widest + 6 * largest + streams)

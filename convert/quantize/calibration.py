@@ -7,21 +7,16 @@ windows from number ``seed * samples`` on, round to the start. A text shorter th
 """
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from w4pack.convert.errors import UsageError
+from w4pack.convert.quantize.texts import read_texts
 
-SAMPLE = (
-    Path(__file__).parent / "data" / "calibration.txt"
-)  # the beginning of Jane Austen's Emma (1815), public domain
-NAME = "built-in sample"
 GRAM = 16  # tokens that are hashed together for the sketch
 SKETCH = 256  # smallest hashes that are kept: enough to see an overlap of a few percent
 BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -57,42 +52,6 @@ class Calibration:
             "digest": hashlib.sha256(flat.astype("<i4").tobytes()).hexdigest(),
             "sketch": sketch(flat),
         }
-
-
-def read_texts(path: str | None) -> tuple[list[str], str]:
-    """Return texts and a name for them. Raises UsageError for a file that gives none."""
-    if path is None:
-        return [SAMPLE.read_text(encoding="utf-8")], NAME
-    file = Path(path)
-    try:
-        raw = file.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        reason = "bytes that are no UTF-8" if isinstance(err, UnicodeDecodeError) else str(err.strerror)
-        raise UsageError(
-            "the text cannot be read", where=path, expected="a text or JSONL file in UTF-8", found=reason
-        ) from err
-    texts = list(_json_lines(raw, path)) if file.suffix == ".jsonl" else [raw]
-    if not any(text.strip() for text in texts):
-        raise UsageError("the text is empty", where=path, expected="text to calibrate or to measure with")
-    return texts, file.name
-
-
-def _json_lines(raw: str, path: str) -> Iterable[str]:
-    for number, line in enumerate(raw.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-            raise UsageError(
-                "a line is not an object with a text",
-                where=f"{path}: line {number}",
-                expected='{"text": "..."}',
-                found=line[:60],
-            )
-        yield value["text"]
 
 
 def tokens_of(texts: Iterable[str], tokenizer: Any, where: str) -> tuple[torch.Tensor, int]:

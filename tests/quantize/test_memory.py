@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quantize import sources
-from quantize.test_outputs import FEW, quantize
+from quantize.test_outputs import quantize
 from w4pack.convert.quantize import layer as layer_module
 from w4pack.convert.quantize import whole
+from w4pack.convert.quantize.skeleton import build
 
 MEASURED = """
 import resource, sys
@@ -24,6 +26,19 @@ except SystemExit as stop:
     assert not stop.code, stop.code
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
+
+
+class Held:
+    """A provider of tensors that are in memory."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def get(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
 
 
 def test_f79_only_the_layer_in_work_has_numbers(
@@ -42,32 +57,48 @@ def test_f79_only_the_layer_in_work_has_numbers(
     assert seen == [[0], [1]]
 
 
+def test_f79_an_emptied_module_holds_what_it_held_before_it_was_filled() -> None:
+    """New tensors there would lie between the numbers of two layers, and the heap grew with every layer."""
+    model = sources.llama(tie_word_embeddings=True)
+    state = {**model.state_dict(), "model.norm.weight": torch.full((64,), 2.0)}
+    skeleton = build(model.config.to_dict(), Held(state), torch.device("cpu"), torch.float32)
+    tensors = {
+        id(t): t for m in skeleton.model.modules() for t in [*m._parameters.values(), *m._buffers.values()]
+    }
+    for _ in range(2):  # a tied head is tied again
+        skeleton.fill_outside(head=True)
+        assert skeleton.model.lm_head.weight is skeleton.model.model.embed_tokens.weight
+        skeleton.fill(skeleton.layers[1], skeleton.prefix(1))
+        assert torch.equal(skeleton.model.model.norm.weight, torch.full((64,), 2.0))
+        assert float(skeleton.model.model.rotary_emb.inv_freq[0]) == 1.0
+        skeleton.empty(skeleton.layers[1])
+        skeleton.empty_outside()
+        left = [t for m in skeleton.model.modules() for t in [*m._parameters.values(), *m._buffers.values()]]
+        assert {id(t) for t in left} == set(tensors)
+        assert {t.device.type for t in left if t is not None} == {"meta"}
+
+
 @pytest.mark.slow
-def test_f79_layers_do_not_stay_in_memory(book: Path, tmp_path: Path) -> None:
+def test_f79_memory_does_not_grow_with_the_layers(book: Path, tmp_path: Path) -> None:
+    """Of the whole command, with the gate of the rotation: 4, 16 and 64 layers are equal within 5 %.
+
+    About 60 KB a layer are no tensors, by nature: modules on ``meta``, headers, plan, steps of the rotation
+    and what the report says of each linear.
+    """
     peaks = {}
-    for depth in (4, 16):
+    for depth in (4, 32):
         model = sources.llama(hidden_size=384, intermediate_size=1024, num_hidden_layers=depth, head_dim=64)
         source = sources.save(model, tmp_path / f"src{depth}")
-        words = [
-            "convert",
-            source,
-            tmp_path / f"out{depth}",
-            "--quantize",
-            "gptq",
-            "--calibration",
-            book,
-            *FEW,
-        ]
+        words = ["convert", source, tmp_path / f"out{depth}", "--rotate", "offline", "--quantize", "gptq"]
+        words += ["--no-gptaq", "--calibration", book, "--samples", 2, "--seqlen", 64, "--threads", 1, "-q"]
         done = subprocess.run(
-            [sys.executable, "-c", MEASURED, *map(str, words), "-q"],
+            [sys.executable, "-c", MEASURED, *map(str, words)],
             capture_output=True,
             text=True,
             check=True,
         )
         peaks[depth] = int(done.stdout.split()[-1])
-    # What is in memory after a layer grows by 20 to 60 KiB a layer (the report's entries). The peak within
-    # one grows more: by 2 to 6 % from 4 to 16 layers and 7 to 10 % from 4 to 64, for a reason not found.
-    assert peaks[16] < 1.10 * peaks[4]
+    assert peaks[32] < 1.05 * peaks[4]
 
 
 def test_f77_hessians_exist_for_a_bounded_number_of_experts(

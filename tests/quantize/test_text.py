@@ -16,7 +16,7 @@ from quantize import sources
 from quantize.test_outputs import FEW, manifest, quantize
 from runner import run
 from w4pack.convert.errors import UsageError
-from w4pack.convert.quantize import calibration
+from w4pack.convert.quantize import calibration, texts
 
 
 def tokens(count: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_f72_short_lines_are_left_out_and_the_digest_covers_what_is_used(llama: 
 def test_a_line_that_is_no_text_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "good"}\n' + line)
     with pytest.raises(UsageError) as caught:
-        calibration.read_texts(str(tmp_path / "t.jsonl"))
+        texts.read_texts(str(tmp_path / "t.jsonl"))
     assert caught.value.where == f"{tmp_path / 't.jsonl'}: line 2"
 
 
@@ -84,13 +84,13 @@ def test_a_text_that_cannot_be_read_is_named(make: str | None, tmp_path: Path) -
     if make == "binary":
         path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError) as caught:
-        calibration.read_texts(str(path))
+        texts.read_texts(str(path))
     assert caught.value.where == str(path)
 
 
 def test_the_built_in_sample_is_text() -> None:
-    (text,), name = calibration.read_texts(None)
-    assert len(text) > 100_000 and name == calibration.NAME
+    (text,), name = texts.read_texts(None)
+    assert len(text) > 100_000 and name == texts.NAME
 
 
 def test_a_sketch_sees_shared_passages_and_no_others() -> None:
