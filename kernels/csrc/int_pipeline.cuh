@@ -7,38 +7,50 @@
 #include "int_schedule.cuh"
 #include "pipeline.cuh"
 
-template <int... P> struct Loader<IntTile<P...>> : Share<IntTile<P...>> {
+template <int... P> struct Loader<IntTile<P...>> {
   using T = IntTile<P...>;
-  using Base = Share<T>;
-  using Base::p, Base::thread, Base::x, Base::w, Base::chunks, Base::row_bytes;
-  using Base::PER_ROW, Base::ROW_VECTORS, Base::ROWS_AT_ONCE, Base::TOKENS_AT_ONCE, Base::X_COPIES;
+  using S = Share<T>;  // its numbers alone: derived from it, some kernels come out in another order
+
+  const Problem &p;
+  const int thread;
+  const u8 *x;
+  u32 w[S::PER_ROW];
   int chunk0;
   int token_limit;  // tokens of this tile from this thread's first on
 
-  DEVICE Loader(const Problem &problem, int thread_) : Share<T>(problem, thread_) {}
+  DEVICE Loader(const Problem &problem, int thread_) : p(problem), thread(thread_) {}
+  DEVICE int chunks() const { return p.n / CHUNK_N; }
+  DEVICE u32 row_bytes() const { return chunks() * T::CHUNK_BYTES; }
 
   // Goes to a unit of a tile. The last tile may reach past N: its chunks are then the last one, read but not used.
   DEVICE void seek(const Segment &segment, int unit) {
     const Place place = Grid<T>::place(p, segment);
     chunk0 = place.column_tile * T::CHUNKS;
-    this->seek_words(chunk0, unit);
+#pragma unroll
+    for (int i = 0; i < S::PER_ROW; i++) {
+      const int at = (i * T::SLOT_THREADS + thread % S::ROW_VECTORS) * 16;
+      const int chunk = min(chunk0 + at / T::CHUNK_BYTES, chunks() - 1);
+      w[i] = (unit * T::UNIT_TILES + thread / S::ROW_VECTORS) * row_bytes() + chunk * T::CHUNK_BYTES +
+             at % T::CHUNK_BYTES;
+    }
     token_limit = p.m - place.token0 - thread / 8;
     x = p.x + static_cast<u64>(place.token0 + thread / 8) * p.ldx + unit * T::ROW + thread % 8 * 16;
   }
 
   // Goes to this slot's next unit of the same tile.
   DEVICE void step() {
-    this->step_words();
+#pragma unroll
+    for (int i = 0; i < S::PER_ROW; i++) w[i] += T::SLOTS * T::UNIT_TILES * row_bytes();
     x += T::SLOTS * T::ROW;
   }
 
   DEVICE void weights(u32 stage, int unit) const {
-    const int rows = p.k / 16 - unit * T::UNIT_TILES - thread / ROW_VECTORS;  // of the weight from this thread's on
+    const int rows = p.k / 16 - unit * T::UNIT_TILES - thread / S::ROW_VECTORS;  // of the weight from this thread's on
 #pragma unroll
-    for (int i = 0; i < Base::COPIES; i++)
-      if (i / PER_ROW * ROWS_AT_ONCE < rows)
+    for (int i = 0; i < S::COPIES; i++)
+      if (i / S::PER_ROW * S::ROWS_AT_ONCE < rows)
         ptx::copy_async_16(stage + T::W_AT + (i * T::SLOT_THREADS + thread) * 16,
-                           p.weight + (w[i % PER_ROW] + i / PER_ROW * ROWS_AT_ONCE * row_bytes()));
+                           p.weight + (w[i % S::PER_ROW] + i / S::PER_ROW * S::ROWS_AT_ONCE * row_bytes()));
     if constexpr (T::GROUPED) scales(stage, unit);
   }
 
@@ -56,15 +68,15 @@ template <int... P> struct Loader<IntTile<P...>> : Share<IntTile<P...>> {
   // A token's codes of a unit: rows of 128 bytes, their 16-byte pieces XOR-ed with token % 8. Rows past M and bytes past
   // K are zeros, and are not read.
   DEVICE void activations(u32 stage, int unit) const {
-    const u64 step_bytes = static_cast<u64>(TOKENS_AT_ONCE) * p.ldx;
+    const u64 step_bytes = static_cast<u64>(S::TOKENS_AT_ONCE) * p.ldx;
     const int left = (T::KIND == S4_W4 ? p.k / 2 : p.k) - unit * T::ROW - thread % 8 * 16;  // bytes from this piece on
 #pragma unroll
     for (int half = 0; half < T::HALVES; half++)
 #pragma unroll
-      for (int i = 0; i < X_COPIES; i++) {
-        const int token = i * TOKENS_AT_ONCE + thread / 8;
-        if (T::TOKENS % TOKENS_AT_ONCE == 0 || token < T::TOKENS) {
-          const bool there = i * TOKENS_AT_ONCE < token_limit && half * X_ROW_BYTES < left;
+      for (int i = 0; i < S::X_COPIES; i++) {
+        const int token = i * S::TOKENS_AT_ONCE + thread / 8;
+        if (T::TOKENS % S::TOKENS_AT_ONCE == 0 || token < T::TOKENS) {
+          const bool there = i * S::TOKENS_AT_ONCE < token_limit && half * X_ROW_BYTES < left;
           ptx::copy_async_16_or_zero(stage + (half * T::TOKENS + token) * X_ROW_BYTES + ((thread % 8 ^ (token & 7)) * 16),
                                      there ? x + i * step_bytes + half * X_ROW_BYTES : p.x, there ? 16 : 0);
         }
