@@ -116,13 +116,15 @@ from w4pack.convert.errors import SourceError
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+base = peak()
 try:
     open_checkpoint(LocalStore(sys.argv[1])).close()
     print("opened")
 except SourceError as error:
     print(error.code)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) // 1024)
+print((peak() - base) // 1024)
 """
 
 
