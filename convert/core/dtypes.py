@@ -36,6 +36,7 @@ DTYPES: dict[str, tuple[int, str]] = {
 FLOAT_TAGS = ("F16", "BF16", "F32")
 TORCH_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 TAG_OF_NAME = {name: tag for tag, name in TORCH_NAMES.items()}
+FLUSHED_F16 = 2.0**-25  # the largest magnitude that rounds to 0 in float16 (half to even)
 EXPONENTS = {"F16": np.uint16(0x7C00), "BF16": np.uint16(0x7F80)}  # all ones: NaN or infinity
 
 

@@ -141,7 +141,7 @@ class ConvertRecipe:
                 self.source.checkpoint, op.source, out, out.tensors[op.outputs[0]], run.report
             )
         elif op.kind == "rotated" and self.model is not None:
-            run.tasks = [partial(rotated.write, self.model, out, out.tensors[op.source])]
+            run.tasks = [partial(rotated.write, self.model, out, out.tensors[op.source], run.report)]
         elif op.kind == "dense":
             run.report["sha256"] = hash_tensor(self.source.checkpoint, op.source)
             run.tasks = work.dense_tasks(self.source, self.dense[op.source], out, out.tensors[op.outputs[0]])
@@ -155,7 +155,7 @@ class ConvertRecipe:
         if self.records:
             report["unpack"] = record_json(record(job, self.source.checkpoint, self._codes_hash(op.source)))
         if plan.action == "dense":
-            return work.dense_layer_tasks(job, out, out.tensors[op.outputs[0]])
+            return work.dense_layer_tasks(job, out, out.tensors[op.outputs[0]], report)
         if plan.action == "regroup" or self.layout is None:
             return work.regroup_tasks(job, out, report, self.packer)
         small = work.encoded(job)
@@ -263,13 +263,23 @@ def convert_source(
         running,
         lambda folder, done: _write_rest(folder, done, plan, source, original, card),
     )
-    _tell_nonfinite(written, running.reporter)
+    _tell_values(written, running.reporter)
     seconds = time.monotonic() - started
     return Report(out, plan, warnings, seconds, _errors(written), packed_on=running.packed_on(plan))
 
 
-def _tell_nonfinite(written: manifest.Written, reporter: Reporter) -> None:
+def _tell_values(written: manifest.Written, reporter: Reporter) -> None:
     for name, report in written.reports.items():
+        if report.get("flushed"):
+            reporter.event(
+                "warning",
+                code="flushed",
+                where=name,
+                expected="values that float16 holds",
+                found=f"{report['flushed']} smaller ones",
+                text=f"{name}: {report['flushed']} values are smaller than float16 holds and became 0; "
+                "`--dtype bfloat16` keeps them",
+            )
         if report.get("nonfinite"):
             reporter.event(
                 "warning",

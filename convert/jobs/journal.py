@@ -37,7 +37,8 @@ class Finished:
 
     def report_fields(self) -> dict[str, Any]:
         """Return the part of the report that is told while the job runs."""
-        return {key: self.report[key] for key in ("relative_error", "nonfinite") if key in self.report}
+        told = ("relative_error", "nonfinite", "flushed")
+        return {key: self.report[key] for key in told if key in self.report}
 
 
 def head(plan: Plan) -> dict[str, Any]:

@@ -40,9 +40,13 @@ def carrier(model: "Rotated", target: OutTensor) -> NDArray[Any]:
     return flat.view(dtypes.numpy_dtype(target.dtype)).reshape(target.shape)
 
 
-def write(model: "Rotated", out: OutFiles, target: OutTensor) -> None:
-    """Make a tensor and write it."""
-    out.write(target, 0, carrier(model, target))
+def write(model: "Rotated", out: OutFiles, target: OutTensor, report: dict[str, Any]) -> None:
+    """Make a tensor and write it; of one that is only cast, report how many values become 0."""
+    made = carrier(model, target)
+    lost = model.flushed(target.name, made == 0) if target.dtype == "F16" else 0
+    if lost:
+        report["flushed"] = lost
+    out.write(target, 0, made)
 
 
 def difference(wanted: NDArray[Any], found: NDArray[Any], tag: str) -> tuple[str, str] | None:

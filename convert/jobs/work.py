@@ -14,6 +14,7 @@ from w4pack.convert import formats
 from w4pack.convert.core import bitpack, dtypes, rtn
 from w4pack.convert.core.dequant import dequantize
 from w4pack.convert.core.quantlinear import GroupParams
+from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import Refused
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.store import CHUNK
@@ -177,11 +178,16 @@ def direct_path(
     return None
 
 
-def dense_layer_tasks(job: LayerJob, out: OutFiles, target: OutTensor) -> list[Task]:
-    """Write a layer as a plain matrix (N, K): the product rounded once to the tensor's dtype."""
+def dense_layer_tasks(job: LayerJob, out: OutFiles, target: OutTensor, report: dict[str, Any]) -> list[Task]:
+    """Write a layer as a plain matrix (N, K): the product rounded once to the tensor's dtype.
+
+    Weights that are too small for it and become 0 are counted in the report.
+    """
     code_map, tag = job.codes, target.dtype
     scheme = code_map.out
     grid = formats.Grid("weight", tag, 1, 1, 1, 1, 1)
+    flushes = tag == "F16" and _may_flush(job.params, scheme)
+    lock = Lock()
 
     def one(block: Block) -> None:
         weights = dense_block(job, block, tag)
@@ -194,10 +200,21 @@ def dense_layer_tasks(job: LayerJob, out: OutFiles, target: OutTensor) -> list[T
                 found="a larger product",
                 hint="`--dtype bfloat16` holds it, and so do the packed targets",
             )
+        if flushes:
+            exact = dense_block(job, block, "F32")
+            lost = int(((weights == 0) & (exact != 0)).sum())
+            with lock:
+                report["flushed"] = report.get("flushed", 0) + lost
         out.write_rect(target, block.n0, block.k0, weights)
 
     found = blocks(code_map, grid, scheme.in_features, scheme.out_features, DENSE_CODES)
     return [partial(one, block) for block in found]
+
+
+def _may_flush(params: GroupParams, scheme: QuantScheme) -> bool:
+    """Whether a scale is so small that one step of it is 0 in float16."""
+    scales = np.abs(dtypes.to_f32(params.scales, scheme.scale_dtype))
+    return bool(((scales > 0) & (scales <= dtypes.FLUSHED_F16)).any())
 
 
 def dense_block(job: LayerJob, block: Block, tag: str) -> NDArray[Any]:

@@ -5,7 +5,9 @@ All steps of a tensor are done in float64 and rounded once, to nearest even, to 
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from w4pack.convert.core.families import natural_key
 from w4pack.convert.errors import Refused, SourceError
@@ -64,6 +66,16 @@ class Rotated:
             target.copy_(round_once(exact, wanted))
         self._refuse_overflow(made, name)
         return made
+
+    def flushed(self, name: str, zero: NDArray[np.bool_]) -> int:
+        """Return how many values are 0 in another dtype that the source's are not; 0 of a rotated tensor.
+
+        Rotation makes values of any size, so there a 0 says nothing.
+        """
+        if self.plan.steps.get(name):
+            return 0
+        source = self.source.get(self.plan.added.get(name, name))
+        return int((torch.from_numpy(zero) & (source != 0).cpu()).sum())
 
     def _refuse_nonfinite(self, values: torch.Tensor, name: str) -> None:
         """A NaN or an infinity would spread over every vector that it lies in."""

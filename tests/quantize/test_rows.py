@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quantize import sources
 from quantize.test_outputs import manifest, quantize
-from runner import run
+from runner import Run, run
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
@@ -65,6 +65,51 @@ def test_f74_bfloat16_values_outside_float16_stay_where_nothing_forces_them(
     assert kept.dtype == torch.bfloat16
     assert torch.equal(kept, load_file(source / "model.safetensors")["model.embed_tokens.weight"])
     assert {e["scheme"] for e in manifest(tmp_path / "out")["layers"].values()} != set()
+
+
+def flushed(done: Run) -> dict[str, str]:
+    """Return what is told of values that became 0: tensor -> how many."""
+    return {e["where"]: e["found"] for e in done.events if e.get("code") == "flushed"}
+
+
+def test_f74_weights_that_float16_flushes_to_zero_are_counted(book: Path, tmp_path: Path) -> None:
+    model = sources.llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[2:4] = 1e-9  # two outputs of 64 inputs, one scale each
+        model.model.layers[0].mlp.up_proj.weight[3, ::2] = 0
+    source = sources.save(model, tmp_path / "src", torch.bfloat16)
+    words = ("--quantize", "rtn", "--group-size", -1, "--threads", 1)
+    run("convert", source, tmp_path / "out", *words).expect(0)
+    dense = ("--to", "dense", "--json", "--dtype")
+    kept = run("convert", tmp_path / "out", tmp_path / "kept", *dense, "bfloat16").expect(0)
+    done = run("convert", tmp_path / "out", tmp_path / "dense", *dense, "float16").expect(0)
+    name = "model.layers.0.mlp.up_proj"
+    there, lost = (load_file(tmp_path / f / "model.safetensors")[f"{name}.weight"] for f in ("kept", "dense"))
+    count = int(((there != 0) & (lost == 0)).sum())
+    inputs = there.shape[1]
+    assert count == inputs + inputs // 2 and flushed(kept) == {}
+    assert flushed(done) == {name: f"{count} smaller ones"}
+
+
+def test_f74_tensors_that_are_only_cast_to_float16_are_counted(tmp_path: Path) -> None:
+    model = sources.llama(attention_bias=True)
+    source = sources.save(model, tmp_path / "src", torch.bfloat16)
+    words = ("--to", "dense", "--rotate", "offline", "--json", "--dtype")
+    run("convert", source, tmp_path / "turned", *words, "bfloat16").expect(0)
+    still = untouched(tmp_path / "turned", source)
+    shard = load_file(source / "model.safetensors")
+    shard[still].view(-1)[:3] = torch.tensor([1e-30, -1e-9, 1e-6])
+    save_file(shard, source / "model.safetensors", {"format": "pt"})
+    done = run("convert", source, tmp_path / "dense", *words, "float16").expect(0)
+    assert flushed(done) == {still: "2 smaller ones"}
+    first = load_file(tmp_path / "dense" / "model.safetensors")[still].view(-1)[:3]
+    assert first.tolist() == [0.0, 0.0, torch.tensor(1e-6, dtype=torch.bfloat16).half().item()]
+
+
+def untouched(turned: Path, source: Path) -> str:
+    """Return a tensor that a rotation leaves alone."""
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, turned))
+    return next(n for n in before if n in after and "norm" not in n and torch.equal(before[n], after[n]))
 
 
 def test_f74_a_weight_that_no_float16_scale_reaches_is_refused_by_name(tmp_path: Path) -> None:
