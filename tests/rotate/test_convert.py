@@ -206,11 +206,11 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes(
     want = tree(rotated(src, tmp_path / "want", **small))
     write, done = module.write, []
 
-    def dying(model: Any, out: Any, target: Any) -> None:
+    def dying(model: Any, out: Any, target: Any, report: Any) -> None:
         if len(done) == 9:
             raise KeyboardInterrupt
         done.append(target.name)
-        write(model, out, target)
+        write(model, out, target, report)
 
     monkeypatch.setattr(module, "write", dying)
     monkeypatch.setattr("w4pack.convert.jobs.execute.FLUSH_SECONDS", 0.0)
@@ -221,7 +221,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes(
 
     def counting(model: Any, out: Any, target: Any) -> None:
         again.append(target.name)
-        write(model, out, target)
+        write(model, out, target, report)
 
     monkeypatch.setattr(module, "write", counting)
     rotated(src, tmp_path / "out", running=Running(resume=True), **small)
