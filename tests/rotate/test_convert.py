@@ -219,7 +219,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes(
     assert not (tmp_path / "out").exists()
     again: list[str] = []
 
-    def counting(model: Any, out: Any, target: Any) -> None:
+    def counting(model: Any, out: Any, target: Any, report: Any) -> None:
         again.append(target.name)
         write(model, out, target, report)
 
