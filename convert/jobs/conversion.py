@@ -269,27 +269,33 @@ def convert_source(
 
 
 def _tell_values(written: manifest.Written, reporter: Reporter) -> None:
+    """Warn of values that were counted on the way."""
+    told = (
+        (
+            "flushed",
+            "values that float16 holds",
+            "smaller ones",
+            "values are smaller than float16 holds and became 0; `--dtype bfloat16` keeps them",
+        ),
+        (
+            "nonfinite",
+            "finite values",
+            "not finite",
+            "values are not finite; copied as they are, `w4pack verify` reports them",
+        ),
+    )
     for name, report in written.reports.items():
-        if report.get("flushed"):
-            reporter.event(
-                "warning",
-                code="flushed",
-                where=name,
-                expected="values that float16 holds",
-                found=f"{report['flushed']} smaller ones",
-                text=f"{name}: {report['flushed']} values are smaller than float16 holds and became 0; "
-                "`--dtype bfloat16` keeps them",
-            )
-        if report.get("nonfinite"):
-            reporter.event(
-                "warning",
-                code="nonfinite",
-                where=name,
-                expected="finite values",
-                found=f"{report['nonfinite']} not finite",
-                text=f"{name}: {report['nonfinite']} values are not finite; copied as they are, "
-                "`w4pack verify` reports them",
-            )
+        for code, expected, found, text in told:
+            count = report.get(code)
+            if count:
+                reporter.event(
+                    "warning",
+                    code=code,
+                    where=name,
+                    expected=expected,
+                    found=f"{count} {found}",
+                    text=f"{name}: {count} {text}",
+                )
 
 
 def _errors(written: manifest.Written) -> dict[str, float]:
