@@ -150,6 +150,18 @@ DEVICE void copy_box(u32 to, const void *map, int column, int row, u32 barrier) 
                ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier)
                : "memory");
 }
+// Where another block of the cluster has what lies at `address` here.
+DEVICE u32 in_block(u32 address, u32 rank) {
+  u32 out;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"(address), "r"(rank));
+  return out;
+}
+// All threads of the cluster's blocks meet; what they wrote can be read after.
+DEVICE void cluster_meets() {
+  asm volatile("barrier.cluster.arrive.release;\n"
+               "barrier.cluster.wait.acquire;" ::
+                   : "memory");
+}
 DEVICE void prefetch_map(const void *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Reads a flag so that whatever was written before its release can be read after.

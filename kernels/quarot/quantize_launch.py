@@ -76,6 +76,10 @@ def run(task: Task) -> None:
         if not task.transform.factors and shape is not None:
             _plain(card, stream, task, *shape)
             return
+        spread = _spread(card, task)
+        if spread is not None:
+            _cluster(card, stream, task, *spread)
+            return
         room = _card(index)[0]
         size = task.k // task.heads if task.heads else 1
         found = (
@@ -85,6 +89,36 @@ def run(task: Task) -> None:
             _any(card, stream, task, size, room)
         else:
             _dense(card, stream, task, *found)
+
+
+def _spread(card: launch.Device, task: Task) -> tuple[int, quantize_plan.Dense, int] | None:
+    """Return how eight blocks share each row, or None: one block a row."""
+    whole = task.heads == 0 and task.form.width == task.k and task.gain is None and task.kind != "norm"
+    few = task.x.shape[0] <= quantize_plan.cluster_rows(card.arch, card.multiprocessors)
+    return quantize_plan.cluster(task.transform) if whole and few else None
+
+
+def _cluster(
+    card: launch.Device, stream: int, task: Task, log_slice: int, form: quantize_plan.Dense, m: int
+) -> None:
+    dtype = arguments.NAMES[task.x.dtype]
+    launch.start(
+        card,
+        quantize_plan.cluster_entry(dtype, log_slice),
+        quantize_plan.CLUSTER_BLOCKS * task.x.shape[0],
+        quantize_plan.CLUSTER_THREADS,
+        0,
+        stream,
+        task.x.data_ptr(),
+        _fragments(task.transform, form, m, dtype, card.index).data_ptr(),
+        task.codes.data_ptr(),
+        task.scales.data_ptr(),
+        _long(task.ldx),
+        _int(m),
+        _int(INPUTS[task.kind]),
+        _float(task.transform.scale),
+        *task.tail,
+    )
 
 
 def _plain(card: launch.Device, stream: int, task: Task, pairs: int, threads: int) -> None:
@@ -204,7 +238,8 @@ def prepare(transform: Transform, heads: int, size: int, index: int) -> None:
     """
     with torch.cuda.device(index):
         found = quantize_plan.dense(transform, heads, size, _card(index)[0]) if transform.factors else None
-        if found is not None:
+        spread = None if heads else quantize_plan.cluster(transform)
+        for form, m in [*([found] if found else ()), *([spread[1:]] if spread else ())]:
             for dtype in arguments.NAMES.values():
-                _fragments(transform, *found, dtype, index)
+                _fragments(transform, form, m, dtype, index)
         _tables(transform, size, index)

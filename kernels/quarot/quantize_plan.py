@@ -1,6 +1,7 @@
 """Which kernel quantizes a row: pure choices, by shapes and by what a card holds.
 
 plain   no transform: a row in registers
+cluster a few long rows of m * C values, m up to 32: eight blocks a row (``hadamard_cluster.cu``, sm_90a)
 dense   H_m ⊗ Sylvester of order C, or H_m across heads of C channels: m up to 64 on tensor cores, C inside
         registers with one exchange (``hadamard_dense.cu``)
 any     every other transform, factor by factor (``hadamard_any.cu``)
@@ -94,11 +95,44 @@ HEADS = (  # a channel is transformed across heads
     Dense(64, 7, 3, 1, 8, False, 2),
 )
 
+CLUSTER_BLOCKS, CLUSTER_THREADS = 8, 256  # of a row; of a block
+CLUSTER_SLICES = (7, 6)  # log2 of the columns of a block, each a kernel
+CLUSTER_ORDER = 14336  # values of a row from which the blocks' meetings pay
+
+
+def cluster_entry(dtype: str, log_slice: int) -> str:
+    """Return the name of the kernel whose blocks have 2^log_slice columns each of a row's lines."""
+    return f"hadamard_{dtype}_cluster{log_slice}"
+
+
+def cluster_rows(arch: str, multiprocessors: int) -> int:
+    """Return up to how many rows several blocks a row pay: while they take a quarter of the card.
+
+    On an H200 (132 multiprocessors: 4 rows) one row of 28672 values takes 4.1 us instead of 8.0; with 16,
+    128 blocks, nothing is won, and at 14336 values it is slower than a block a row.
+    """
+    return multiprocessors // (4 * CLUSTER_BLOCKS) if arch == "sm_90a" else 0
+
+
+def cluster(transform: Transform) -> tuple[int, Dense, int] | None:
+    """Return (log2 of a block's columns, the form whose fragments it takes, m) for whole rows, or None."""
+    if transform.block != transform.order or transform.order < CLUSTER_ORDER:
+        return None
+    for log_slice in CLUSTER_SLICES:
+        form = Dense(32, log_slice + 3, 3, 1, 16, True, 1)
+        m, rest = divmod(transform.order, 1 << form.log_c)
+        if rest == 0 and m <= form.rows and _divides(transform, form):
+            return log_slice, form, m
+    return None
+
 
 def files(arch: str) -> Iterator[File]:
-    """Yield what is compiled for an architecture: the same everywhere."""
+    """Yield what is compiled for an architecture: the same everywhere, and clusters where there are some."""
     for dtype in DTYPES:
         number = dtype.upper()
+        for log_slice in CLUSTER_SLICES if arch == "sm_90a" else ():
+            entry = cluster_entry(dtype, log_slice)
+            yield File("hadamard_cluster.cu", entry, (f"ENTRY={entry}", f"CONFIG={number},32,{log_slice}"))
         for pairs, acts in product(PLAIN_PAIRS, (False, True)):
             entry = plain_entry(dtype, pairs, acts)
             defines = (f"ENTRY={entry}", f"NUMBER={number}", f"PAIR_COUNT={pairs}", f"ACTS={int(acts)}")

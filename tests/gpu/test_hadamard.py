@@ -113,6 +113,39 @@ def test_activation_transform_and_quantize(n: int, activation: str, dtype: torch
             compare(found, y, dtype, mode, n, *loose)
 
 
+@pytest.mark.parametrize("n", [14336, 16384, 20480, 28672, 32768])
+@pytest.mark.parametrize("activation", ["none", "silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_few_long_rows(n: int, activation: str, dtype: torch.dtype) -> None:
+    """Blocks of a cluster share a row, where the card has clusters and the rows are few enough."""
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    transform = Transform.planned(n)
+    acts = activation != "none"
+    for m in (1, 2, 4, 5):
+        x = normal(m, (1 + acts) * n, dtype)
+        d = quantize_reference.activation(x, activation) if acts else x
+        y = transformed(d.double(), transform)
+        for mode in MODES:
+            poison()
+            found = ops.act_quantize(x, activation, transform.key, *mode, n)
+            compare(found, y, dtype, mode, n, *((ACTIVATED_TIES, ACTIVATED_SCALE) if acts else (TIES, SCALE)))
+
+
+def test_edges_of_a_few_long_rows() -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    for n in (14336, 28672):
+        for value in (0.0, float("inf"), float("nan")):
+            x = normal(3, n)
+            x[1] = value
+            codes, scales = ops.act_quantize(x, "none", Transform.planned(n).key, 8, 1.0, 1, n)
+            assert bool((codes[1] == 0).all())
+            assert float(scales[1]) == 1 if value == 0 else bool(scales[1].isnan())
+            alone = ops.act_quantize(x[::2].contiguous(), "none", Transform.planned(n).key, 8, 1.0, 1, n)
+            assert torch.equal(codes[::2], alone[0]) and torch.equal(scales[::2], alone[1])
+
+
 @pytest.mark.parametrize("gained", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norm_and_quantize(gained: bool, dtype: torch.dtype) -> None:
