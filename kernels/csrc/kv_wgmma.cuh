@@ -1,17 +1,13 @@
-// The warpgroup's products of attention (sm_90a), fp16 in, fp32 sums, 64 rows: S = Q K^T with both operands in shared
-// memory, and Y += P V with P in registers and V, whose rows are tokens, read across its rows.
+// The warpgroup's products of attention (sm_90a), fp16 in (bf16 for the queries' transform), fp32 sums, 64 rows: S = Q K^T
+// with K in shared memory and Q there or in registers, and Y += P V with P in registers and V, whose rows are tokens, read
+// across its rows.
 //
-// Every tile lies in blocks of 64 columns: rows of 128 bytes, the 16-byte chunk c of row r at place c ^ (r % 8), eight
-// rows 1024 bytes apart from the next eight. Sums lie as those of mma.sync do: tile i, row g or g + 8, columns 2t, 2t + 1.
+// How tiles lie, and their descriptors: kv_image.cuh. Sums lie as those of mma.sync do: tile i, row g or g + 8, columns 2t,
+// 2t + 1.
 #pragma once
 #include "wgmma.cuh"
 
 namespace wgmma {
-
-// The descriptor of an operand whose columns are the products' other axis (V): blocks of 64 columns `block` bytes apart.
-DEVICE u64 descriptor_across(u32 address, u32 block) {
-  return (descriptor(address) & ~(u64(0x3FFF) << 16)) | (u64(block >> 4) << 16);
-}
 
 // Ties registers to this place: what computes with them does not move over it.
 template <int TILES> DEVICE void hold(float (&d)[TILES][4]) {
@@ -22,15 +18,26 @@ template <int TILES> DEVICE void hold(float (&d)[TILES][4]) {
 
 template <int TILES> struct Attention;
 
-#define ATTENTION_PRODUCTS(TILES, N, HALF, A, B, C, D, E)                                                              \
+#define ATTENTION_SCORES(NAME, TYPE, TILES, N, HALF, A, B, C)                                                           \
+  DEVICE static void NAME(float (&d)[TILES][4], u64 a, u64 b, u32 more) {                                              \
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, " C ", 0; "                                                           \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##HALF "}, " A ", " B        \
+                 ", p, 1, 1, 0, 0; }"                                                                                  \
+                 : SUMS_##HALF                                                                                         \
+                 : "l"(a), "l"(b), "r"(more));                                                                         \
+  }
+#define ATTENTION_PRODUCTS(TILES, N, HALF, A, B, C, D, E, F)                                                           \
   template <> struct Attention<TILES> {                                                                                \
     /* d = a b^T, or d += where `more` is set. */                                                                      \
-    DEVICE static void scores(float (&d)[TILES][4], u64 a, u64 b, u32 more) {                                          \
-      asm volatile("{ .reg .pred p; setp.ne.u32 p, " C ", 0; "                                                         \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" LIST_##HALF "}, " A ", " B               \
-                   ", p, 1, 1, 0, 0; }"                                                                                \
+    ATTENTION_SCORES(scores, "f16", TILES, N, HALF, A, B, C)                                                           \
+    ATTENTION_SCORES(scores_bf16, "bf16", TILES, N, HALF, A, B, C)                                                     \
+    /* The same with a in registers. */                                                                                \
+    DEVICE static void scores(float (&d)[TILES][4], const u32 (&a)[4], u64 b, u32 more) {                              \
+      asm volatile("{ .reg .pred p; setp.ne.u32 p, " F ", 0; "                                                         \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" LIST_##HALF "}, {" A ", " B ", " C ", "  \
+                   D "}, " E ", p, 1, 1, 0; }"                                                                         \
                    : SUMS_##HALF                                                                                       \
-                   : "l"(a), "l"(b), "r"(more));                                                                       \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));                                   \
     }                                                                                                                  \
     /* d += a b, the rows of b are its sums' terms. */                                                                 \
     DEVICE static void values(float (&d)[TILES][4], const u32 (&a)[4], u64 b) {                                        \
@@ -40,7 +47,10 @@ template <int TILES> struct Attention;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                              \
     }                                                                                                                  \
   };
-ATTENTION_PRODUCTS(8, 64, 4, "%32", "%33", "%34", "%35", "%36")
-ATTENTION_PRODUCTS(16, 128, 8, "%64", "%65", "%66", "%67", "%68")
+ATTENTION_PRODUCTS(8, 64, 4, "%32", "%33", "%34", "%35", "%36", "%37")
+ATTENTION_PRODUCTS(10, 80, 5, "%40", "%41", "%42", "%43", "%44", "%45")
+ATTENTION_PRODUCTS(12, 96, 6, "%48", "%49", "%50", "%51", "%52", "%53")
+ATTENTION_PRODUCTS(16, 128, 8, "%64", "%65", "%66", "%67", "%68", "%69")
+ATTENTION_PRODUCTS(32, 256, 16, "%128", "%129", "%130", "%131", "%132", "%133")
 
 }  // namespace wgmma

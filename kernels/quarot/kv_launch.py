@@ -118,7 +118,9 @@ def attention(given: Attention) -> "Tensor":
         shape = (_int(heads), _int(codes.shape[2]), _int(block_table.shape[1]))
         rule = (_int(window), _int(q.dtype == torch.bfloat16), _float(scale), _float(softcap))
         turn = _turn(transform, size, index)
-        (_decode if tokens == 1 else _prefill)(card, given, common, turn, shape, rule)
+        unpacks = kv_tiles.unpacks(card.arch, size, tokens, heads // codes.shape[2])
+        start = _decode if tokens == 1 else _prefill_unpacked if unpacks else _prefill
+        start(card, given, common, turn, shape, rule)
     return out
 
 
@@ -171,14 +173,12 @@ def _prefill(
     """Several query tokens a sequence: blocks of them for each head."""
     q, bits = given.q, given.bits
     batch, heads, tokens, size = q.shape
-    wide = kv_tiles.has_wgmma(card.arch, size)
-    blocks = -(-tokens // (kv_tiles.WGMMA_QUERIES if wide else kv_tiles.QUERIES))
     launch.start(
         card,
-        (kv_tiles.wgmma_entry if wide else kv_tiles.prefill_entry)(size, bits),
-        (batch * heads, blocks),
-        kv_tiles.WGMMA_THREADS if wide else 32 * kv_tiles.WARPS,
-        kv_tiles.wgmma_shared(size, bits) if wide else kv_tiles.prefill_shared(size, bits),
+        kv_tiles.prefill_entry(size, bits),
+        (batch * heads, -(-tokens // kv_tiles.QUERIES)),
+        32 * kv_tiles.WARPS,
+        kv_tiles.prefill_shared(size, bits),
         arguments.current_stream(card.index),
         *common,
         *turn,
@@ -187,3 +187,62 @@ def _prefill(
         _int(tokens),
         *rule,
     )
+
+
+def _prefill_unpacked(
+    card: launch.Device,
+    given: Attention,
+    common: tuple[int, ...],
+    turn: tuple[Argument, ...],
+    shape: tuple[Argument, ...],
+    rule: tuple[Argument, ...],
+) -> None:
+    """Many query tokens: K and V of some sequences and KV heads to fp16 tiles, then attention over those."""
+    q, bits, kv_heads, pages = given.q, given.bits, given.codes.shape[2], given.block_table.shape[1]
+    batch, heads, tokens, size = q.shape
+    group, stream = heads // kv_heads, arguments.current_stream(card.index)
+    blocks = -(-tokens // kv_tiles.flash_queries(size))
+    tiles, pair_bytes = kv_tiles.flash_tiles(size, pages * kv_layout.PAGE)
+    at_once = min(batch * kv_heads, max(1, kv_tiles.MOST_UNPACKED // pair_bytes), kv_tiles.MOST_PAIRS)
+    unpacked = torch.empty(at_once * pair_bytes, dtype=torch.uint8, device=q.device)
+    query, *cache, lengths, padding, out = common
+    for first in range(0, batch * kv_heads, at_once):
+        pairs = min(at_once, batch * kv_heads - first)
+        launch.start(
+            card,
+            kv_tiles.unpack_entry(size, bits),
+            (2 * tiles, pairs),
+            kv_tiles.UNPACK_THREADS,
+            0,
+            stream,
+            *cache,
+            lengths,
+            padding,
+            unpacked.data_ptr(),
+            *shape[1:],
+            _int(tokens),
+            rule[0],
+            _int(first),
+        )
+        launch.start(
+            card,
+            kv_tiles.flash_entry(size),
+            min(card.multiprocessors, blocks * pairs * group),
+            kv_tiles.flash_threads(size),
+            kv_tiles.flash_shared(size),
+            stream,
+            query,
+            unpacked.data_ptr(),
+            lengths,
+            padding,
+            out,
+            *turn,
+            *q.stride()[:3],
+            *shape,
+            _int(tokens),
+            *rule,
+            _int(tiles),
+            _int(first),
+            _int(pairs),
+            _int(kv_tiles.section(pairs, group, pair_bytes)),
+        )

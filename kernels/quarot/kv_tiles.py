@@ -8,8 +8,11 @@ from w4pack.kernels.quarot.file import File
 APPEND_ROWS = 8  # that a block quantizes
 WARPS, HEADS = 4, 8  # of a block of the decode kernel; query heads it takes at once
 BLOCKS_PER_MULTIPROCESSOR = 4  # of the decode kernel
-QUERIES, WGMMA_QUERIES, WGMMA_THREADS = 64, 128, 384  # of a block of the prefill kernels
-WGMMA_HEAD_DIMS = (64, 128)
+QUERIES = 64  # of a block of the prefill kernel that reads codes
+UNPACK_THREADS, MOST_PAIRS = 256, 65535  # of its block; sequences and KV heads of one launch
+LEAST_READERS = 2  # blocks of queries of a KV head from which on unpacking once is cheaper than in each
+MOST_UNPACKED = 256 << 20  # bytes of unpacked K and V at a time, unless one sequence and KV head has more
+L2_BYTES = 40 << 20  # of K and V that heads worked on at the same time may have
 LEAST_TILES = 8  # of 32 slots that a part of the context should have
 MOST_SPLITS = 64
 
@@ -30,15 +33,48 @@ def prefill_shared(head_dim: int, bits: int) -> int:
     return 2 * (head_dim + 8) * (QUERIES + 2 * tokens) + 4 * tokens * row
 
 
-def has_wgmma(arch: str, head_dim: int) -> bool:
-    """Return whether prefill of a head size runs on warpgroup products."""
-    return arch == "sm_90a" and head_dim in WGMMA_HEAD_DIMS
+def unpacks(arch: str, head_dim: int, tokens: int, group: int) -> bool:
+    """Return whether prefill unpacks K and V to memory first; ``group``: query heads of one KV head."""
+    return arch == "sm_90a" and group * -(-tokens // flash_queries(head_dim)) >= LEAST_READERS
 
 
-def wgmma_shared(head_dim: int, bits: int) -> int:
-    """Return the bytes of shared memory of such a block: queries, tiles of K and V, units, barriers."""
-    tokens = 128 if bits == 4 else 64
-    return 2 * head_dim * (WGMMA_QUERIES + 4 * tokens) + 4 * WGMMA_QUERIES + 64
+def flash_consumers(head_dim: int) -> int:
+    """Return how many warpgroups of 64 queries a block of the kernel over unpacked K and V has."""
+    return 3 if head_dim == 64 else 2
+
+
+def flash_queries(head_dim: int) -> int:
+    """Return how many queries of one head are a work item."""
+    return 64 * flash_consumers(head_dim)
+
+
+def flash_threads(head_dim: int) -> int:
+    """Return the threads of such a block: its consumers and the warpgroup that fetches."""
+    return 128 * (flash_consumers(head_dim) + 1)
+
+
+def flash_tokens(head_dim: int) -> int:
+    """Return how many slots a tile of unpacked K or V has."""
+    return {64: 96, 256: 64}.get(head_dim, 128)
+
+
+def flash_shared(head_dim: int) -> int:
+    """Return the bytes of shared memory of such a block: queries, tiles, the matrix of R3, barriers."""
+    piece = 64 if head_dim & (head_dim - 1) == 0 else head_dim
+    return 2 * head_dim * (flash_queries(head_dim) + 4 * flash_tokens(head_dim)) + 2 * piece * piece + 64
+
+
+def flash_tiles(head_dim: int, slots: int) -> tuple[int, int]:
+    """Return how many tiles so many slots make, and the bytes of K and V of one KV head in them."""
+    tokens = flash_tokens(head_dim)
+    tiles = -(-slots // tokens)
+    return tiles, 4 * tiles * tokens * head_dim
+
+
+def section(pairs: int, group: int, pair_bytes: int) -> int:
+    """Return how many query heads are worked on side by side: equal sections whose K and V stay in the L2."""
+    most = max(1, L2_BYTES // pair_bytes)
+    return -(-pairs // -(-pairs // most)) * group
 
 
 def result_bytes(head_dim: int) -> int:
@@ -66,18 +102,19 @@ def files(arch: str) -> Iterator[File]:
     for size in kv_layout.HEAD_DIMS:
         entry = append_entry(size)
         yield File("kv_append.cu", entry, (f"ENTRY={entry}", f"HEAD_DIM={size}"), hot=False)
+        if arch == "sm_90a":
+            entry = flash_entry(size)
+            yield File("kv_flash_sm90a.cu", entry, _defines(entry, size, 4, flash_shared(size)))
         for bits in kv_layout.BITS:
             entry = decode_entry(size, bits)
             defines = (*_defines(entry, size, bits, decode_shared(size, bits)), f"MOST_SPLITS={MOST_SPLITS}")
             yield File("kv_decode.cu", entry, defines)
-            if has_wgmma(arch, size):
-                entry = wgmma_entry(size, bits)
-                yield File(
-                    "kv_prefill_sm90a.cu", entry, _defines(entry, size, bits, wgmma_shared(size, bits))
-                )
-            else:
-                entry = prefill_entry(size, bits)
-                yield File("kv_prefill.cu", entry, _defines(entry, size, bits, prefill_shared(size, bits)))
+            if arch == "sm_90a":
+                entry = unpack_entry(size, bits)
+                defines = (f"ENTRY={entry}", f"HEAD_DIM={size}", f"BITS={bits}")
+                yield File("kv_unpack.cu", entry, defines, hot=False)
+            entry = prefill_entry(size, bits)
+            yield File("kv_prefill.cu", entry, _defines(entry, size, bits, prefill_shared(size, bits)))
 
 
 def _defines(entry: str, head_dim: int, bits: int, shared: int) -> tuple[str, ...]:
@@ -99,6 +136,11 @@ def prefill_entry(head_dim: int, bits: int) -> str:
     return f"kv_prefill_{head_dim}_b{bits}"
 
 
-def wgmma_entry(head_dim: int, bits: int) -> str:
-    """Return the name of a prefill kernel with warpgroup products."""
-    return f"kv_prefill_wgmma_{head_dim}_b{bits}"
+def unpack_entry(head_dim: int, bits: int) -> str:
+    """Return the name of a kernel that unpacks K and V."""
+    return f"kv_unpack_{head_dim}_b{bits}"
+
+
+def flash_entry(head_dim: int) -> str:
+    """Return the name of a prefill kernel over unpacked K and V."""
+    return f"kv_flash_{head_dim}"

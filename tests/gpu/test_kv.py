@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from w4pack.convert.errors import UsageError  # noqa: E402
-from w4pack.kernels.quarot import kv, kv_layout, kv_reference  # noqa: E402
+from w4pack.kernels.quarot import kv, kv_layout, kv_reference, kv_tiles  # noqa: E402
 from w4pack.kernels.quarot.calls import Append, Attention  # noqa: E402
 from w4pack.kernels.quarot.transform import Transform  # noqa: E402
 
@@ -125,6 +125,13 @@ def test_decoding(size: int, bits: int, heads: int, kv_heads: int) -> None:
     _check(cache, cache.states(heads, 1), _lengths(1500, 1, 799))
 
 
+@pytest.fixture(params=[1, 1 << 30], ids=["unpacked", "direct"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill over K and V that are unpacked first (where there is such a kernel), and directly."""
+    monkeypatch.setattr(kv_tiles, "LEAST_READERS", request.param)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", kv_layout.HEAD_DIMS)
 @pytest.mark.parametrize("bits", kv_layout.BITS)
 def test_prefill_and_chunks_of_it(size: int, bits: int) -> None:
@@ -134,6 +141,7 @@ def test_prefill_and_chunks_of_it(size: int, bits: int) -> None:
         _check(cache, cache.states(8, tokens), _lengths(length, max(tokens, length - 5)))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [64, 128])
@@ -155,6 +163,24 @@ def test_a_query_that_sees_nothing_gets_zeros(tokens: int) -> None:
         *cache.arguments(cache.states(4, tokens), _lengths(290, 20), _lengths(0, 20), 0, 0.0)
     )
     assert (found[1] == 0).all() and (found[0] != 0).any()
+
+
+@pytest.mark.parametrize("size", kv_layout.HEAD_DIMS)
+def test_long_prefill_is_one_result_always_however_it_is_cut(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_tiles, "LEAST_READERS", 1)
+    cache = Cache(3, 2, size, 4, 2500)
+    cache.fill(2500)
+    q, lengths, first = cache.states(16, 1200), _lengths(2500, 1200, 1777), _lengths(0, 0, 700)
+    arguments = cache.arguments(q, lengths, first, 0, 0.0)
+    _check(cache, q, lengths, first)
+    whole = kv.kv_attention(*arguments)
+    assert all(torch.equal(whole, kv.kv_attention(*arguments)) for _ in range(20))
+    monkeypatch.setattr(kv_tiles, "L2_BYTES", 1)  # every KV head by itself
+    assert torch.equal(whole, kv.kv_attention(*arguments))
+    monkeypatch.setattr(kv_tiles, "MOST_UNPACKED", 1)  # and unpacked by itself
+    assert torch.equal(whole, kv.kv_attention(*arguments))
 
 
 def test_scales_far_apart_lose_nothing() -> None:

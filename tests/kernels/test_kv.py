@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from w4pack.convert.errors import UsageError  # noqa: E402
-from w4pack.kernels.quarot import kv, kv_layout, kv_reference, kv_tiles  # noqa: E402
+from w4pack.kernels.quarot import kv, kv_layout, kv_reference  # noqa: E402
 from w4pack.kernels.quarot.transform import Transform, apply  # noqa: E402
 
 
@@ -262,28 +262,3 @@ def test_fakes_have_the_shapes_of_the_results() -> None:
         faked = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments.values()]
         made = kv.kv_attention(*faked)
     assert made.shape == (1, 1, 4, 64)
-
-
-@pytest.mark.parametrize("head_dim", kv_layout.HEAD_DIMS)
-@pytest.mark.parametrize("bits", kv_layout.BITS)
-def test_blocks_fit_the_smallest_card(head_dim: int, bits: int) -> None:
-    small = 99 * 1024  # of a block on sm_86, sm_89 and sm_120
-    assert kv_tiles.decode_shared(head_dim, bits) <= small
-    assert kv_tiles.prefill_shared(head_dim, bits) <= small
-    assert not kv_tiles.has_wgmma("sm_90a", head_dim) or kv_tiles.wgmma_shared(head_dim, bits) <= 227 * 1024
-
-
-def test_the_context_is_cut_so_that_blocks_fill_the_card_once() -> None:
-    assert kv_tiles.splits(16 * 8, 16384, 132) == 4
-    assert kv_tiles.splits(1000, 16384, 132) == 1
-    assert kv_tiles.splits(8, 1024, 132) == 4  # no part is shorter than eight tiles
-    assert kv_tiles.splits(1, 1 << 20, 132) == kv_tiles.MOST_SPLITS
-
-
-def test_every_launch_finds_its_kernel() -> None:
-    for arch in ("sm_80", "sm_90a", "compute_80"):
-        built = {file.entry for file in kv_tiles.files(arch)}
-        for size, bits in itertools.product(kv_layout.HEAD_DIMS, kv_layout.BITS):
-            wide = kv_tiles.has_wgmma(arch, size)
-            assert (kv_tiles.wgmma_entry if wide else kv_tiles.prefill_entry)(size, bits) in built
-            assert kv_tiles.decode_entry(size, bits) in built and kv_tiles.append_entry(size) in built
