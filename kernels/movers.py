@@ -87,14 +87,26 @@ class CudaMover:
         self._done: list[torch.cuda.Event] = []
 
     def start(self) -> None:
-        """Page-lock the buffers: each thread its own, so that the first ones read while others still wait.
-
-        Torch's host allocator keeps them for the next call.
-        """
+        """Make the device current in this thread; copies wait for what still uses the memory."""
         torch.cuda.set_device(self._device)
         _driver().enter(self._device.index)
+        self._stream.wait_event(self._after)
+
+    def buffer(self, slot: int) -> memoryview:
+        """Wait for the last copies from a buffer and return it.
+
+        A buffer is page-locked when it is first asked for: the driver locks one at a time (about 3 ms for
+        8 MiB), and threads that have theirs read meanwhile. Torch's host allocator keeps them for the next call.
+        """
+        if slot == len(self._slots):
+            self._slots.append(self._page_locked())
+            self._done.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        self._done[slot].synchronize()  # one that was never recorded counts as done
+        return memoryview(self._slots[slot].numpy().data)
+
+    def _page_locked(self) -> torch.Tensor:
         try:
-            self._slots = [_pinned(self._size) for _ in range(SLOTS)]
+            return _pinned(self._size)
         except RuntimeError as err:
             raise W4PackError(
                 "no page-locked memory for the staging buffers",
@@ -103,13 +115,6 @@ class CudaMover:
                 found=str(err).partition("\n")[0],
                 hint="use fewer threads",
             ) from err
-        self._done = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
-        self._stream.wait_event(self._after)
-
-    def buffer(self, slot: int) -> memoryview:
-        """Wait for the last copies from a buffer and return it. An event never recorded counts as done."""
-        self._done[slot].synchronize()
-        return memoryview(self._slots[slot].numpy().data)
 
     def send(self, slot: int, copies: Sequence[Copy]) -> None:
         """Put the copies on the stream."""
