@@ -20,7 +20,7 @@
 // Tested by tests/gpu/test_kv.py.
 #include "kv_cache.cuh"
 
-constexpr int WARPS = 4, HEADS = 8;
+constexpr int HEADS = 8;
 constexpr int ROW = HEAD_DIM * BITS / 8;                    // bytes
 constexpr int TILE = ROW <= 96 ? 32 : 16, TOKEN_TILES = TILE / 16;
 constexpr int STAGES = ROW <= 128 ? 3 : 2;
@@ -34,7 +34,7 @@ constexpr u32 LOW = BITS == 4 ? 0x000F000Fu : 0x00FF00FFu, HIGH = 0x00F000F0u;
 constexpr bool SWIZZLED = ROW == 64;
 constexpr float NOTHING = -1e30f;
 constexpr int PITCH = HEAD_DIM + 4;                         // floats of a row of queries or results: other banks
-constexpr int BLOCKS_PER_SM = HEAD_DIM <= 128 ? 4 : 2;
+constexpr int BLOCKS_PER_SM = (HEAD_DIM <= 128 ? 16 : 8) / WARPS;
 
 // Where byte `at` of a row lies. With rows of 64 bytes, lanes t = 2, 3 of V's reads would meet the banks of t = 0, 1.
 DEVICE int place(int row, int at) {

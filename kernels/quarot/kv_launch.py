@@ -136,7 +136,8 @@ def _decode(
     q, bits, kv_heads, pages = given.q, given.bits, given.codes.shape[2], given.block_table.shape[1]
     batch, heads, _, size = q.shape
     units = kv_heads * -(-heads // kv_heads // kv_tiles.HEADS)
-    splits = kv_tiles.splits(batch * units, pages * kv_layout.PAGE, card.multiprocessors)
+    warps = kv_tiles.decode_warps(card.arch, size, bits)
+    splits = kv_tiles.splits(batch * units, pages * kv_layout.PAGE, card.multiprocessors, warps)
     stream = arguments.current_stream(card.index)
     parts = torch.empty(
         batch * units * splits * kv_tiles.result_bytes(size) // 4 if splits > 1 else 0,
@@ -147,8 +148,8 @@ def _decode(
         card,
         kv_tiles.decode_entry(size, bits),
         (splits * units, batch),
-        32 * kv_tiles.WARPS,
-        kv_tiles.decode_shared(size, bits),
+        32 * warps,
+        kv_tiles.decode_shared(size, bits, warps),
         stream,
         *common,
         parts.data_ptr(),

@@ -6,8 +6,9 @@ from w4pack.kernels.quarot import kv_layout
 from w4pack.kernels.quarot.file import File
 
 APPEND_ROWS = 8  # that a block quantizes
-WARPS, HEADS = 4, 8  # of a block of the decode kernel; query heads it takes at once
-BLOCKS_PER_MULTIPROCESSOR = 4  # of the decode kernel
+WARPS, HEADS = 4, 8  # of a block; query heads a decode block takes at once
+MORE_WARPS = 8  # of a decode block on sm_90a, where two such blocks fit a multiprocessor
+WARPS_PER_MULTIPROCESSOR = 16  # of the decode kernel
 QUERIES = 64  # of a block of the prefill kernel that reads codes
 UNPACK_THREADS, MOST_PAIRS = 256, 65535  # of its block; sequences and KV heads of one launch
 LEAST_READERS = 2  # blocks of queries of a KV head from which on unpacking once is cheaper than in each
@@ -17,12 +18,18 @@ LEAST_TILES = 8  # of 32 slots that a part of the context should have
 MOST_SPLITS = 64
 
 
-def decode_shared(head_dim: int, bits: int) -> int:
+def decode_warps(arch: str, head_dim: int, bits: int) -> int:
+    """Return the warps of a decode block."""
+    fits = 2 * (decode_shared(head_dim, bits, MORE_WARPS) + 2048) <= 228 * 1024
+    return MORE_WARPS if arch == "sm_90a" and fits else WARPS
+
+
+def decode_shared(head_dim: int, bits: int, warps: int) -> int:
     """Return the bytes of shared memory of a decode block: rings of copies, queries, scratch of R3."""
     row = kv_layout.row_bytes(head_dim, bits)
     tile, stages = (32 if row <= 96 else 16), (3 if row <= 128 else 2)
-    scratch = 0 if head_dim & (head_dim - 1) == 0 else WARPS * head_dim
-    rings = WARPS * stages * tile * 2 * (row + kv_layout.PARAM_BYTES)
+    scratch = 0 if head_dim & (head_dim - 1) == 0 else warps * head_dim
+    rings = warps * stages * tile * 2 * (row + kv_layout.PARAM_BYTES)
     return rings + 4 * (HEADS * (head_dim + 4) + scratch)
 
 
@@ -87,13 +94,13 @@ def append_blocks(batch: int, rows: int, multiprocessors: int) -> int:
     return max(1, min(-(-rows // APPEND_ROWS), 4 * 8 * multiprocessors // batch))
 
 
-def splits(rows: int, slots: int, multiprocessors: int) -> int:
+def splits(rows: int, slots: int, multiprocessors: int, warps: int) -> int:
     """Return into how many parts the context is cut, so that the blocks fill the card once.
 
     rows: blocks that one part of the context makes (sequences x KV heads x tiles of heads); slots: what the
     block table has room for, the only length that the host knows.
     """
-    fitting = BLOCKS_PER_MULTIPROCESSOR * multiprocessors // rows
+    fitting = WARPS_PER_MULTIPROCESSOR // warps * multiprocessors // rows
     return max(1, min(fitting, slots // (32 * LEAST_TILES), MOST_SPLITS))
 
 
@@ -107,8 +114,9 @@ def files(arch: str) -> Iterator[File]:
             yield File("kv_flash_sm90a.cu", entry, _defines(entry, size, 4, flash_shared(size)))
         for bits in kv_layout.BITS:
             entry = decode_entry(size, bits)
-            defines = (*_defines(entry, size, bits, decode_shared(size, bits)), f"MOST_SPLITS={MOST_SPLITS}")
-            yield File("kv_decode.cu", entry, defines)
+            warps = decode_warps(arch, size, bits)
+            common = _defines(entry, size, bits, decode_shared(size, bits, warps))
+            yield File("kv_decode.cu", entry, (*common, f"WARPS={warps}", f"MOST_SPLITS={MOST_SPLITS}"))
             if arch == "sm_90a":
                 entry = unpack_entry(size, bits)
                 defines = (f"ENTRY={entry}", f"HEAD_DIM={size}", f"BITS={bits}")

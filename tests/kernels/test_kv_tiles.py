@@ -24,7 +24,10 @@ HOPPER = 227 * 1024  # bytes of shared memory of a block
 @pytest.mark.parametrize("bits", kv_layout.BITS)
 def test_blocks_fit_the_smallest_card(size: int, bits: int) -> None:
     small = 99 * 1024  # of a block on sm_86, sm_89 and sm_120
-    assert kv_tiles.decode_shared(size, bits) <= small
+    assert kv_tiles.decode_shared(size, bits, kv_tiles.decode_warps("sm_80", size, bits)) <= small
+    warps = kv_tiles.decode_warps("sm_90a", size, bits)
+    assert warps == (4 if bits == 8 and size not in (64, 128) else 8)  # else two blocks of eight do not fit
+    assert kv_tiles.decode_shared(size, bits, warps) <= HOPPER
     assert kv_tiles.prefill_shared(size, bits) <= small
     assert kv_tiles.flash_shared(size) <= HOPPER
 
@@ -40,10 +43,11 @@ def test_every_launch_finds_its_kernel() -> None:
 
 
 def test_the_context_is_cut_so_that_blocks_fill_the_card_once() -> None:
-    assert kv_tiles.splits(16 * 8, 16384, 132) == 4
-    assert kv_tiles.splits(1000, 16384, 132) == 1
-    assert kv_tiles.splits(8, 1024, 132) == 4  # no part is shorter than eight tiles
-    assert kv_tiles.splits(1, 1 << 20, 132) == kv_tiles.MOST_SPLITS
+    assert kv_tiles.splits(16 * 8, 16384, 132, 4) == 4
+    assert kv_tiles.splits(16 * 8, 16384, 132, 8) == 2  # twice the warps a block
+    assert kv_tiles.splits(1000, 16384, 132, 4) == 1
+    assert kv_tiles.splits(8, 1024, 132, 4) == 4  # no part is shorter than eight tiles
+    assert kv_tiles.splits(1, 1 << 20, 132, 4) == kv_tiles.MOST_SPLITS
 
 
 def test_what_is_read_twice_is_unpacked_once() -> None:
