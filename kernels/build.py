@@ -22,7 +22,7 @@ from pathlib import Path
 
 from w4pack.kernels import moe_tiles, tiles
 from w4pack.kernels.compiler import NVRTC_VERSION, OPTIONS, BuildError, Compiled, compile_source, nvrtc
-from w4pack.kernels.quarot import int_tiles, kv_tiles, quantize_plan
+from w4pack.kernels.quarot import int_moe_tiles, int_tiles, kv_tiles, quantize_plan
 from w4pack.kernels.quarot.file import File
 
 HERE = Path(__file__).resolve().parent
@@ -30,7 +30,7 @@ SOURCES = HERE / "csrc"
 CUBINS = HERE / "cubins"
 ALLOWED_SPILLS = int(os.environ.get("W4PACK_SPILLS", "0"))  # tuning may look at kernels that spill a little
 FILES = Callable[[str], Iterable[File]]  # an architecture's
-QUAROT: tuple[FILES, ...] = (int_tiles.files, kv_tiles.files, quantize_plan.files)
+QUAROT: tuple[FILES, ...] = (int_tiles.files, int_moe_tiles.files, kv_tiles.files, quantize_plan.files)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from w4pack.kernels import checks
+from w4pack.kernels import checks, moe_tiles
 from w4pack.kernels.arguments import Packed
 from w4pack.kernels.checks import has_dtype, has_shape, require
 
@@ -39,6 +39,22 @@ def stack(packed: Packed) -> int:
             )
             require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
     return experts
+
+
+def fits_kernels(experts: int) -> None:
+    """Check that a block's table of experts holds them.
+
+    Raises:
+        UsageError: it does not.
+    """
+    most = moe_tiles.MOST_EXPERTS
+    require(
+        experts <= most,
+        "the layer has more experts than the kernels take",
+        "weight",
+        f"at most {most}",
+        experts,
+    )
 
 
 def of_expert(packed: Packed, expert: int) -> Packed:

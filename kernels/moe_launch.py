@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from w4pack.convert.errors import UsageError
 from w4pack.kernels import gather_launch, launch, moe_checks, moe_tiles, tiles
 from w4pack.kernels.arguments import NAMES, Packed, current_stream, int32, pointer, row_stride
 
@@ -48,14 +47,7 @@ def run_gemm(
     """
     weight, scales, zeros, bits, _ = packed
     pairs, experts, n, k = rows.shape[0], weight.shape[0], out.shape[1], x.shape[1]
-    if experts > moe_tiles.MOST_EXPERTS:
-        raise UsageError(
-            "the layer has more experts than the kernels take",
-            code="operator-argument",
-            where="weight",
-            expected=f"at most {moe_tiles.MOST_EXPERTS}",
-            found=str(experts),
-        )
+    moe_checks.fits_kernels(experts)
     if pairs == 0:
         return
     index = x.get_device()

@@ -63,7 +63,12 @@ def most_tiles(tile: tiles.Tile, pairs: int, experts: int, n: int) -> int:
 
 def shared_bytes(tile: tiles.Tile, experts: int, bits: int, zeros: bool) -> int:
     """Return the bytes of dynamic shared memory of a block: the rings, and the table of tiles."""
-    return tile.shared_bytes(bits, zeros) + 4 * (2 * (experts + 1) + _WARPS)
+    return tile.shared_bytes(bits, zeros) + table_bytes(experts)
+
+
+def table_bytes(experts: int) -> int:
+    """Return the bytes of shared memory of the table of tiles that a block makes of the routing."""
+    return 4 * (2 * (experts + 1) + _WARPS)
 
 
 def kernel_name(tile: tiles.Tile, dtype: str, bits: int, zeros: bool) -> str:

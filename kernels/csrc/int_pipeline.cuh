@@ -25,7 +25,13 @@ template <int... P> struct Loader<IntTile<P...>> {
   // Goes to a unit of a tile. The last tile may reach past N: its chunks are then the last one, read but not used.
   DEVICE void seek(const Segment &segment, int unit) {
     const Place place = Grid<T>::place(p, segment);
-    chunk0 = place.column_tile * T::CHUNKS;
+    seek_weights(place.column_tile * T::CHUNKS, unit);
+    token_limit = p.m - place.token0 - thread / 8;
+    x = p.x + static_cast<u64>(place.token0 + thread / 8) * p.ldx + unit * T::ROW + thread % 8 * 16;
+  }
+
+  DEVICE void seek_weights(int first_chunk, int unit) {
+    chunk0 = first_chunk;
 #pragma unroll
     for (int i = 0; i < S::PER_ROW; i++) {
       const int at = (i * T::SLOT_THREADS + thread % S::ROW_VECTORS) * 16;
@@ -33,8 +39,6 @@ template <int... P> struct Loader<IntTile<P...>> {
       w[i] = (unit * T::UNIT_TILES + thread / S::ROW_VECTORS) * row_bytes() + chunk * T::CHUNK_BYTES +
              at % T::CHUNK_BYTES;
     }
-    token_limit = p.m - place.token0 - thread / 8;
-    x = p.x + static_cast<u64>(place.token0 + thread / 8) * p.ldx + unit * T::ROW + thread % 8 * 16;
   }
 
   // Goes to this slot's next unit of the same tile.
@@ -44,24 +48,27 @@ template <int... P> struct Loader<IntTile<P...>> {
     x += T::SLOTS * T::ROW;
   }
 
-  DEVICE void weights(u32 stage, int unit) const {
+  DEVICE void weights(u32 stage, int unit) const { copy_weights(stage, unit, p.weight, p.scales); }
+
+  // Of the weight and scales at these addresses: an expert's, for moe.
+  DEVICE void copy_weights(u32 stage, int unit, const u8 *words, const u8 *scale_rows) const {
     const int rows = p.k / 16 - unit * T::UNIT_TILES - thread / S::ROW_VECTORS;  // of the weight from this thread's on
 #pragma unroll
     for (int i = 0; i < S::COPIES; i++)
       if (i / S::PER_ROW * S::ROWS_AT_ONCE < rows)
         ptx::copy_async_16(stage + T::W_AT + (i * T::SLOT_THREADS + thread) * 16,
-                           p.weight + (w[i % S::PER_ROW] + i / S::PER_ROW * S::ROWS_AT_ONCE * row_bytes()));
-    if constexpr (T::GROUPED) scales(stage, unit);
+                           words + (w[i % S::PER_ROW] + i / S::PER_ROW * S::ROWS_AT_ONCE * row_bytes()));
+    if constexpr (T::GROUPED) copy_scales(stage, unit, scale_rows);
   }
 
-  DEVICE void scales(u32 stage, int unit) const {
+  DEVICE void copy_scales(u32 stage, int unit, const u8 *scale_rows) const {
     const int first = (unit * T::UNIT_K) >> p.group_shift, last = (p.k - 1) >> p.group_shift;
     const int rows = max(1, T::UNIT_K >> p.group_shift);
     for (int at = thread * 16; at < rows * T::SCALE_ROW_BYTES; at += T::SLOT_THREADS * 16) {
       const int group = min(first + at / T::SCALE_ROW_BYTES, last), inside = at % T::SCALE_ROW_BYTES;
       const int chunk = min(chunk0 + inside / 128, chunks() - 1);
       ptx::copy_async_16(stage + T::SCALES_AT + at,
-                         p.scales + (static_cast<u64>(group) * chunks() + chunk) * 128 + inside % 128);
+                         scale_rows + (static_cast<u64>(group) * chunks() + chunk) * 128 + inside % 128);
     }
   }
 
@@ -69,6 +76,11 @@ template <int... P> struct Loader<IntTile<P...>> {
   // K are zeros, and are not read.
   DEVICE void activations(u32 stage, int unit) const {
     const u64 step_bytes = static_cast<u64>(S::TOKENS_AT_ONCE) * p.ldx;
+    copy_activations(stage, unit, [&](int i) { return x + i * step_bytes; });
+  }
+
+  // `from(i)`: this thread's piece of its i-th token.
+  template <class From> DEVICE void copy_activations(u32 stage, int unit, const From &from) const {
     const int left = (T::KIND == S4_W4 ? p.k / 2 : p.k) - unit * T::ROW - thread % 8 * 16;  // bytes from this piece on
 #pragma unroll
     for (int half = 0; half < T::HALVES; half++)
@@ -78,7 +90,7 @@ template <int... P> struct Loader<IntTile<P...>> {
         if (T::TOKENS % S::TOKENS_AT_ONCE == 0 || token < T::TOKENS) {
           const bool there = i * S::TOKENS_AT_ONCE < token_limit && half * X_ROW_BYTES < left;
           ptx::copy_async_16_or_zero(stage + (half * T::TOKENS + token) * X_ROW_BYTES + ((thread % 8 ^ (token & 7)) * 16),
-                                     there ? x + i * step_bytes + half * X_ROW_BYTES : p.x, there ? 16 : 0);
+                                     there ? from(i) + half * X_ROW_BYTES : p.x, there ? 16 : 0);
         }
       }
   }

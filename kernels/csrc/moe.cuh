@@ -5,13 +5,6 @@
 #include "moe_pipeline.cuh"
 #include "w4a16.cuh"
 
-// Pairs past the last expert's belong to nobody: their rows are zeros.
-DEVICE void clear_tail(const MoeProblem &p, u32 threads) {
-  const u64 row_vectors = p.n / 8, begin = p.border[p.experts] * row_vectors, end = p.m * row_vectors;
-  for (u64 at = begin + blockIdx.x * threads + threadIdx.x; at < end; at += gridDim.x * threads)
-    reinterpret_cast<uint4 *>(p.y)[at] = make_uint4(0, 0, 0, 0);
-}
-
 template <class T, class UNIT> DEVICE void moe(MoeProblem &p) {
   extern __shared__ __align__(1024) u8 shared[];
   const int slot = threadIdx.x / T::SLOT_THREADS, in_slot = threadIdx.x % T::SLOT_THREADS;

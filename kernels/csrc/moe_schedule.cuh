@@ -27,7 +27,7 @@ DEVICE const MoeProblem &grouped(const Problem &p) { return static_cast<const Mo
 
 template <class T> struct Grid<Grouped<T>> {
   DEVICE static u32 column_tiles(const Problem &p) { return (p.n + T::TILE_N - 1) / T::TILE_N; }
-  DEVICE static int units(const Problem &p) { return p.k / T::UNIT_K; }
+  DEVICE static int units(const Problem &p) { return Grid<T>::units(p); }
 
   // Tokens change faster than columns, so that blocks at work at the same time read the same weights.
   DEVICE static Place place(const Problem &p, const Segment &s) {
@@ -125,4 +125,11 @@ template <class T> DEVICE void schedule(MoeProblem &p, u32 *table) {
   p.total = tiles * units;
   p.blocks = blocks_for<T>(tiles, units);
   p.piece = whole_tiles(tiles) ? units : 1;
+}
+
+// Pairs past the last expert's belong to nobody: their rows are zeros.
+DEVICE void clear_tail(const MoeProblem &p, u32 threads) {
+  const u64 row_vectors = p.n / 8, begin = p.border[p.experts] * row_vectors, end = p.m * row_vectors;
+  for (u64 at = begin + blockIdx.x * threads + threadIdx.x; at < end; at += gridDim.x * threads)
+    reinterpret_cast<uint4 *>(p.y)[at] = make_uint4(0, 0, 0, 0);
 }

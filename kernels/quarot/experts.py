@@ -1,8 +1,4 @@
-"""Experts on integer tensor cores: codes of each token once, then the grouped product of ``int_moe_ops``.
-
-On a card that operator reads on the host how many tokens an expert has, once for each linear of a layer; with
-16-bit activations the grouped product of ``kernels.experts`` runs, which does not.
-"""
+"""Experts on integer tensor cores: codes of each token once, then the grouped product of ``int_moe_ops``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

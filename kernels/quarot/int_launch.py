@@ -34,7 +34,7 @@ def gemm(product: Product, out: "Tensor", chosen: tiles.Launch | None = None) ->
         launch.table_arch(card.arch), card.multiprocessors, m, n, k, order, group_size
     )
     if choice is None:
-        raise _no_kernel(card, order)
+        raise no_kernel(card, order)
     tile = choice.tile
     steps = int_tiles.group_steps(tile, order, group_size)
     stream = arguments.current_stream(index)
@@ -77,7 +77,8 @@ def _codes(card: launch.Device, codes: "Tensor", tile: tiles.Tile) -> Any:
     return tensor_maps.boxes(card, codes.data_ptr(), rows, width // 2, _row(codes) // 2, tile.tokens)
 
 
-def _no_kernel(card: launch.Device, order: int) -> UsageError:
+def no_kernel(card: launch.Device, order: int) -> UsageError:
+    """Return the error of a card without a kernel that reads codes of an order."""
     return UsageError(
         "the card has no kernel for this order of activation codes",
         code="operator-argument",

@@ -10,10 +10,8 @@
     offsets     int32 (E + 1,): where each expert's pairs begin; pairs from offsets[E] on give zeros
     y           (R, N) of ``dtype``: pair r of its expert's product, as ``int_reference`` has it
 
-The rest is as in ``int_ops`` and ``moe_ops``. Each expert that has pairs is one product, on a card one
-launch: the borders are read on the host, which waits for the device, so such a layer is not captured in a
-CUDA graph.
-Importing this module registers the operator, once.
+The rest is as in ``int_ops`` and ``moe_ops``: neither shapes nor launches depend on how tokens are spread
+over experts. Importing this module registers the operator, once.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,7 @@ import torch
 
 from w4pack.kernels import moe_checks
 from w4pack.kernels.moe_ops import spans
-from w4pack.kernels.quarot import int_ops
+from w4pack.kernels.quarot import int_moe_launch, int_ops
 from w4pack.kernels.quarot.calls import GroupedProduct, Product
 
 if TYPE_CHECKING:
@@ -56,16 +54,22 @@ def _of_expert(given: GroupedProduct, expert: int) -> Product:
     )
 
 
-def _gemm(*arguments: Any) -> "Tensor":
+def _gemm_cpu(*arguments: Any) -> "Tensor":
     given = GroupedProduct(*arguments)
     n = check(given)
-    if not given.codes.is_cuda:
-        moe_checks.values(given.rows, given.offsets, given.codes.shape[0])
+    moe_checks.values(given.rows, given.offsets, given.codes.shape[0])
     out = given.codes.new_zeros((given.rows.shape[0], n), dtype=given.dtype)
     for expert, start, end in spans(given.offsets):
         taken = given.rows[start:end].long()
         product = _of_expert(given, expert)
         out[start:end] = int_ops.int_gemm(given.codes[taken], given.act_scales[taken], *product[2:])
+    return out
+
+
+def _gemm_cuda(*arguments: Any) -> "Tensor":
+    given = GroupedProduct(*arguments)
+    out = given.codes.new_empty((given.rows.shape[0], check(given)), dtype=given.dtype)
+    int_moe_launch.gemm(given, out)
     return out
 
 
@@ -75,8 +79,8 @@ def _gemm_fake(*arguments: Any) -> "Tensor":
     return given.codes.new_empty(shape, dtype=given.dtype)
 
 
-_library.impl("int_moe_gemm", _gemm, "CUDA")
-_library.impl("int_moe_gemm", _gemm, "CPU")
+_library.impl("int_moe_gemm", _gemm_cuda, "CUDA")
+_library.impl("int_moe_gemm", _gemm_cpu, "CPU")
 torch.library.register_fake("w4pack::int_moe_gemm", _gemm_fake, lib=_library)
 
 int_moe_gemm = torch.ops.w4pack.int_moe_gemm.default

@@ -4,7 +4,7 @@ A tile is a ``tiles.Tile`` whose ``unit`` is the bytes of a token's row in a uni
 ``csrc/int_tile.cuh`` has the same arithmetic, and the build checks that both agree on the bytes of shared
 memory. ``int_tiles_<arch>.json`` has a class for each width of the operands, for one scale a column and for
 groups: ``small`` lists tiles by the largest M and N they serve, ``large`` those that other products choose
-from.
+from, ``moe`` those of ``int_moe_tiles``.
 """
 
 import json
@@ -107,6 +107,13 @@ def all_tiles(arch: str, order: int, grouped: bool) -> Iterator[tiles.Tile]:
     yield from dict.fromkeys((*(row.tile for row in _small(arch, order, grouped)), *large))
 
 
+@cache
+def moe_lines(arch: str, order: int, grouped: bool) -> tuple[tuple[int, tiles.Tile], ...]:
+    """Return (most pairs an expert, or 0: any; tile) of a class, for products of a mixture of experts."""
+    lines = _lines(arch, order, grouped).get("moe", [])
+    return tuple((int(str(most)), tiles.tile_of(list(f))) for most, f in lines)  # type: ignore[call-overload]
+
+
 def choose(
     arch: str, multiprocessors: int, m: int, n: int, k: int, order: int, group_size: int
 ) -> tiles.Launch | None:
@@ -171,13 +178,16 @@ def files(arch: str) -> Iterator[File]:
 
 def _files(arch: str) -> Iterator[File]:
     table_arch = "sm_80" if arch == tiles.PTX_ARCH else arch
-    for order in KINDS:
-        if order == orders_int.S64 and arch == tiles.PTX_ARCH:
-            continue  # of cards to come nothing says that they know s4
+    for order in orders_of(arch):
         for group_size in (-1, 64, 128):
             for tile in all_tiles(table_arch, order, group_size != -1):
                 for dtype in tiles.DTYPES:
                     yield file_of(tile, dtype, order, group_steps(tile, order, group_size))
+
+
+def orders_of(arch: str) -> Iterator[int]:
+    """Yield the orders that kernels of an architecture read; nothing says that cards to come know s4."""
+    yield from (order for order in KINDS if order != orders_int.S64 or arch != tiles.PTX_ARCH)
 
 
 def file_of(tile: tiles.Tile, dtype: str, order: int, steps: int) -> File:

@@ -9,6 +9,8 @@ from w4pack.kernels import gemm_launch, launch, moe_launch, moe_tiles, ops, refe
 from w4pack.kernels.arguments import Packed
 from w4pack.kernels.quarot import (
     int_launch,
+    int_moe_launch,
+    int_moe_tiles,
     int_reference,
     int_tiles,
     kv,
@@ -16,7 +18,7 @@ from w4pack.kernels.quarot import (
     kv_reference,
     orders_int,
 )
-from w4pack.kernels.quarot.calls import Attention, Product
+from w4pack.kernels.quarot.calls import Attention, GroupedProduct, Product
 from w4pack.kernels.quarot.transform import Transform
 
 
@@ -45,6 +47,7 @@ def main() -> None:
     ops.gather(torch.randn(3, 200, device="cuda").half(), torch.randperm(200, device="cuda").int(), 256)
     experts()
     integers()
+    integer_experts()
     torch.cuda.synchronize()
     print("done")
 
@@ -100,6 +103,37 @@ def integers() -> None:
                 int_launch.gemm(product, out, chosen)
                 exact = int_reference.gemm(product)
                 assert cases.error(out, exact.double()) < 1e-3, (kind, tile, m, k, n, group)
+
+
+def integer_experts() -> None:
+    """Run each tile of the grouped integer product on uneven routings, cut between few blocks."""
+    card = launch.device(0)
+    for (order, kind), group in itertools.product(int_tiles.KINDS.items(), (-1, 64)):
+        bits, act_bits = 8 if order == orders_int.Q32 else 4, 4 if kind == "s4w4" else 8
+        for tile in int_moe_tiles.all_tiles(launch.table_arch(card.arch), order, group != -1):
+            for k, n, counts in ((320, 192, (0, 3, 0, 17)), (1088, 320, (tile.tokens + 1, 0, 1, 9))):
+                codes = torch.randint(-8, 8, (8, k), device="cuda", dtype=torch.int32).to(torch.int8)
+                tokens = (orders_int.arrange(codes, order), torch.rand(8, device="cuda"))
+                weight = cases.random_words((4, k // 16, n * bits // 2), "cuda", torch.Generator("cuda"))
+                scales = torch.rand((4, 1 if group == -1 else -(-k // group), n), device="cuda").half()
+                rows = torch.randint(8, (sum(counts) + 2,), device="cuda", dtype=torch.int32)
+                offsets = torch.tensor([0, *itertools.accumulate(counts)], device="cuda").int()
+                out = torch.full((len(rows), n), float("nan"), device="cuda", dtype=torch.bfloat16)
+                scheme = (bits, act_bits, group, order, k, out.dtype)
+                grid = int_moe_tiles.grid(tile, card.multiprocessors, len(rows), 4, n, k, order)
+                product = GroupedProduct(*tokens, weight, scales, rows, offsets, *scheme)
+                int_moe_launch.gemm(product, out, tiles.Launch(tile, min(5, grid)))
+                for e, (a, b) in enumerate(itertools.pairwise(offsets.tolist())):
+                    taken = rows[a:b].long()
+                    one = Product(*(t[taken] for t in tokens), weight[e], scales[e], None, *scheme)
+                    if b > a:
+                        assert cases.error(out[a:b], int_reference.gemm(one).double()) < 1e-3, (
+                            kind,
+                            tile,
+                            k,
+                            n,
+                        )
+                assert not out[sum(counts) :].any()
 
 
 def caches() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from w4pack.kernels import moe_tiles, tiles
+from w4pack.kernels.quarot import int_moe_tiles, orders_int
 
 MULTIPROCESSORS = {"sm_80": 108, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
 SHARED_PER_BLOCK = {"sm_80": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}  # KiB
@@ -32,7 +33,7 @@ class Schedule:
     """``schedule()`` and ``Grid``: token blocks before each expert, units in all, blocks that share them."""
 
     def __init__(self, tile: tiles.Tile, counts: Sequence[int], n: int, k: int, grid: int) -> None:
-        self.tile, self.grid, self.units = tile, grid, k // tile.unit
+        self.tile, self.grid, self.units = tile, grid, -(-k // tile.unit)
         self.border = [0, *itertools.accumulate(counts)]
         self.first = [0, *itertools.accumulate(-(-c // tile.tokens) for c in counts)]
         self.columns = -(-n // tile.columns)
@@ -77,7 +78,7 @@ def _check(tile: tiles.Tile, counts: Sequence[int], n: int, k: int, grid: int) -
             done.setdefault((pair, work.column_tile), []).append(work)
     assert set(done) == set(itertools.product(range(len(owner)), range(schedule.columns)))
     for pieces in done.values():  # every unit once, and the parts of a tile lie in blocks one after the other
-        assert [u for p in pieces for u in p.units] == list(range(k // tile.unit))
+        assert [u for p in pieces for u in p.units] == list(range(schedule.units))
         first = pieces[0].block
         assert [p.block for p in pieces] == list(range(first, first + len(pieces)))
         tile_end = (pieces[0].tile + 1) * schedule.units  # finish_segment() collects from these blocks
@@ -103,6 +104,19 @@ def test_every_unit_of_every_tile_is_done_once_in_order(
     pairs = sum(counts)
     if pairs:
         _check(tile, counts, *shape, moe_tiles.grid(tile, multiprocessors, pairs, len(counts), *shape))
+
+
+@given(
+    counts=counts_of_experts, k=st.sampled_from([64, 192, 2752]), multiprocessors=st.sampled_from([1, 3, 30])
+)
+def test_the_last_unit_of_an_integer_product_may_reach_past_k(
+    counts: list[int], k: int, multiprocessors: int
+) -> None:
+    for tile in int_moe_tiles.all_tiles("sm_90a", orders_int.P32, False):
+        pairs, experts, n = sum(counts), len(counts), 320
+        if pairs:
+            grid = int_moe_tiles.grid(tile, multiprocessors, pairs, experts, n, k, orders_int.P32)
+            _check(tile, counts, n, k, grid)
 
 
 @given(counts=counts_of_experts, tokens=st.sampled_from([8, 16, 64, 96]))
