@@ -13,7 +13,7 @@ import torch
 
 from w4pack.convert.errors import UsageError
 from w4pack.kernels import arguments, launch
-from w4pack.kernels.quarot import quantize_plan
+from w4pack.kernels.quarot import quantize_plan, row_plan
 from w4pack.kernels.quarot.calls import Form
 from w4pack.kernels.quarot.transform import Transform
 
@@ -52,6 +52,11 @@ class Task:
         return self.x.stride(0) if self.x.shape[0] > 1 else self.x.shape[1]
 
     @property
+    def acts(self) -> bool:
+        """Whether x is gate and up."""
+        return self.kind in ("silu", "gelu_tanh")
+
+    @property
     def tail(self) -> tuple[object, ...]:
         """The arguments that every kernel takes last."""
         return (_int(self.form.width), _int(self.form.bits), _int(self.form.order), _float(self.form.clip))
@@ -72,9 +77,9 @@ def run(task: Task) -> None:
     with torch.cuda.device(index):
         card = launch.device(index)
         stream = arguments.current_stream(index)
-        shape = quantize_plan.plain(task.form.width)
-        if not task.transform.factors and shape is not None:
-            _plain(card, stream, task, *shape)
+        row = None if task.transform.factors else row_plan.choose(task.form.width, task.acts)
+        if row is not None:
+            _row(card, stream, task, row)
             return
         spread = _spread(card, task)
         if spread is not None:
@@ -121,12 +126,12 @@ def _cluster(
     )
 
 
-def _plain(card: launch.Device, stream: int, task: Task, pairs: int, threads: int) -> None:
+def _row(card: launch.Device, stream: int, task: Task, row: row_plan.Rows) -> None:
     launch.start(
         card,
-        quantize_plan.plain_entry(arguments.NAMES[task.x.dtype], pairs, task.kind in ("silu", "gelu_tanh")),
-        min(task.x.shape[0], card.multiprocessors * (quantize_plan.plain_threads(pairs) // threads)),
-        threads,
+        row.entry(arguments.NAMES[task.x.dtype]),
+        min(task.x.shape[0], card.multiprocessors * row.blocks(task.form.width)),
+        32 * row.warps_of(task.form.width),
         0,
         stream,
         task.x.data_ptr(),

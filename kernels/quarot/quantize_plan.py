@@ -1,6 +1,6 @@
 """Which kernel quantizes a row: pure choices, by shapes and by what a card holds.
 
-plain   no transform: a row in registers
+rows    no transform: a row in registers (``row_plan``)
 cluster a few long rows of m * C values, m up to 32: eight blocks a row (``hadamard_cluster.cu``, sm_90a)
 dense   H_m ⊗ Sylvester of order C, or H_m across heads of C channels: m up to 64 on tensor cores, C inside
         registers with one exchange (``hadamard_dense.cu``)
@@ -10,17 +10,16 @@ any     every other transform, factor by factor (``hadamard_any.cu``)
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 
 import numpy as np
 
 from w4pack.convert.rotate import constructions
+from w4pack.kernels.quarot import row_plan
 from w4pack.kernels.quarot.file import File
 from w4pack.kernels.quarot.transform import Transform
 
 DTYPES = ("fp16", "bf16")
 RESERVED = 1024  # bytes of shared memory that a block costs beside its own
-PLAIN_THREADS, PLAIN_PAIRS = 512, (1, 2)  # at most; how many times 16 values a thread holds
 ANY_THREADS, ANY_FIXED = (
     512,
     4096,
@@ -128,15 +127,12 @@ def cluster(transform: Transform) -> tuple[int, Dense, int] | None:
 
 def files(arch: str) -> Iterator[File]:
     """Yield what is compiled for an architecture: the same everywhere, and clusters where there are some."""
+    yield from row_plan.files(arch)
     for dtype in DTYPES:
         number = dtype.upper()
         for log_slice in CLUSTER_SLICES if arch == "sm_90a" else ():
             entry = cluster_entry(dtype, log_slice)
             yield File("hadamard_cluster.cu", entry, (f"ENTRY={entry}", f"CONFIG={number},32,{log_slice}"))
-        for pairs, acts in product(PLAIN_PAIRS, (False, True)):
-            entry = plain_entry(dtype, pairs, acts)
-            defines = (f"ENTRY={entry}", f"NUMBER={number}", f"PAIR_COUNT={pairs}", f"ACTS={int(acts)}")
-            yield File("quantize_plain.cu", entry, defines)
         entry = any_entry(dtype)
         yield File("hadamard_any.cu", entry, (f"ENTRY={entry}", f"NUMBER={number}"), hot=False)
         for row in (*WIDTHS, *HEADS):
@@ -154,16 +150,6 @@ def _defines(row: Dense, dtype: str) -> tuple[str, ...]:
     )
 
 
-def plain_entry(dtype: str, pairs: int, acts: bool) -> str:
-    """Return the name of the kernel without a transform; ``acts``: its input is gate and up."""
-    return f"quantize_{dtype}_p{pairs}{'_acts' if acts else ''}"
-
-
-def plain_threads(pairs: int) -> int:
-    """Return how many threads a multiprocessor holds of the kernel without a transform: as its bounds say."""
-    return PLAIN_THREADS * (2 if pairs == 1 else 1)
-
-
 def any_entry(dtype: str) -> str:
     """Return the name of the kernel for every transform."""
     return f"hadamard_{dtype}_any"
@@ -172,15 +158,6 @@ def any_entry(dtype: str) -> str:
 def any_rows(transform: Transform) -> int:
     """Return how many rows of fp32 the general kernel works on: 2 where a factor goes between them."""
     return 1 if all(kind == "sylvester" or m in IN_PLACE for m, kind in transform.factors) else 2
-
-
-def plain(width: int) -> tuple[int, int] | None:
-    """Return (pairs of octets a thread holds, threads) for rows of ``width``, or None: too wide."""
-    for pairs in PLAIN_PAIRS:
-        threads = -(-width // (512 * pairs)) * 32
-        if threads <= PLAIN_THREADS:
-            return pairs, threads
-    return None
 
 
 def dense(transform: Transform, heads: int, size: int, room: int) -> tuple[Dense, int] | None:

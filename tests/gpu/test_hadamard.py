@@ -162,6 +162,27 @@ def test_norm_and_quantize(gained: bool, dtype: torch.dtype) -> None:
                 compare(found, y, dtype, (bits, clip, order), width)
 
 
+@pytest.mark.parametrize("k", [1000, 3072, 5120, 7168, 7176, 12288, 12296, 16384])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_without_a_transform_at_the_edges_of_their_forms(k: int, dtype: torch.dtype) -> None:
+    """Widths that fill a form and that begin the next, with padding; more rows than blocks on the card."""
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    width = -(-k // 64) * 64
+    x = normal(4099, k, dtype, 2)
+    x[:, 5] = 211  # the largest: a prime, so that no other value lies between two codes exactly
+    x[:, k - 1] = x[:, k // 2]
+    gain = (1 + torch.randn(k, device="cuda") / 8).to(dtype)
+    gain[5] = 1
+    poison()
+    found = ops.act_quantize(x, "none", "", 8, 1.0, 1, width)
+    compare(found, x.double(), dtype, (8, 1.0, 1), width)
+    for bits, clip, order in MODES:
+        poison()
+        found = ops.norm_quantize(x, gain, 1e-6, "", bits, clip, order, width)
+        compare(found, x.double() * gain.double() * rms(x, 1e-6), dtype, (bits, clip, order), width)
+
+
 @pytest.mark.parametrize("n", [3584, 4096, 4608])
 def test_norm_with_gain_in_front_of_a_transform(n: int) -> None:
     from w4pack.kernels.quarot import quantize_ops as ops
@@ -206,7 +227,7 @@ def check_heads(ops: object, heads: int, size: int, transform: Transform) -> Non
         compare(found, y, x.dtype, (bits, clip, order), width)
 
 
-@pytest.mark.parametrize("n", [4096, 14336, 11008])
+@pytest.mark.parametrize("n", [4096, 8192, 14336, 11008])
 @pytest.mark.parametrize("key", [True, False])
 def test_edge_rows(n: int, key: bool) -> None:
     """Zeros, one huge value, an infinity, a NaN, tiny values: codes and scales are defined for each."""

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.convert.rotate.constructions import matrix  # noqa: E402
 from w4pack.kernels import build  # noqa: E402
-from w4pack.kernels.quarot import orders_int, quantize_plan, quantize_reference  # noqa: E402
+from w4pack.kernels.quarot import orders_int, quantize_plan, quantize_reference, row_plan  # noqa: E402
 from w4pack.kernels.quarot import quantize_ops as ops  # noqa: E402
 from w4pack.kernels.quarot.transform import NONE, Transform, apply  # noqa: E402
 
@@ -225,21 +225,12 @@ def test_the_general_kernel_keeps_one_row_where_all_is_in_place() -> None:
     assert rows == {13824: 1, 2880: 1, 5376: 1, 10944: 2}
 
 
-@pytest.mark.parametrize("width", [64, 4096, 8192, 8256, 16384])
-def test_a_row_without_a_transform_fits_its_threads(width: int) -> None:
-    pairs, threads = quantize_plan.plain(width) or (0, 0)
-    assert threads % 32 == 0 and threads <= 512 and width <= 16 * pairs * threads < width + 1024
-    assert quantize_plan.plain(16448) is None
-
-
 def test_what_a_launch_names_is_built() -> None:
     entries = {job.entry for job in build.jobs("sm_90a")}
     for dtype in quantize_plan.DTYPES:
         assert quantize_plan.any_entry(dtype) in entries
         named = [row.entry(dtype) for row in (*quantize_plan.WIDTHS, *quantize_plan.HEADS)]
-        named += [
-            quantize_plan.plain_entry(dtype, p, a) for p in quantize_plan.PLAIN_PAIRS for a in (False, True)
-        ]
+        named += [row.entry(dtype) for row in (*row_plan.ROWS, *row_plan.ACTS)]
         assert len(set(named)) == len(named) and set(named) <= entries
 
 

@@ -1,0 +1,67 @@
+"""Which kernel quantizes a row without a transform: pure choices, by its width."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from w4pack.kernels.quarot.file import File
+
+DTYPES = ("fp16", "bf16")
+WARP_VALUES = 512  # of a warp whose threads hold one pair of octets each
+MOST_BLOCKS = 32  # that a multiprocessor holds, however small they are
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One compiled form of ``quantize_rows.cu`` or, where x is gate and up, of ``quantize_acts.cu``.
+
+    pairs     of octets that a thread holds
+    warps     of a block at most
+    resident  blocks of so many warps that a multiprocessor's registers allow
+    ahead     whether a thread asks for the next row before it works on this one
+    """
+
+    pairs: int
+    warps: int
+    resident: int
+    ahead: bool = False
+    acts: bool = False
+
+    def entry(self, dtype: str) -> str:
+        """Return the kernel's name."""
+        return f"quantize_{dtype}_p{self.pairs}w{self.warps}{'_acts' if self.acts else ''}"
+
+    def warps_of(self, width: int) -> int:
+        """Return how many warps a row takes."""
+        return -(-width // (WARP_VALUES * self.pairs))
+
+    def blocks(self, width: int) -> int:
+        """Return how many blocks a multiprocessor holds."""
+        return min(MOST_BLOCKS, self.resident * self.warps // self.warps_of(width))
+
+    def file(self, dtype: str) -> File:
+        """Return how it is compiled."""
+        entry = self.entry(dtype)
+        defines = (f"ENTRY={entry}", f"NUMBER={dtype.upper()}", f"PAIRS={self.pairs}")
+        if self.acts:
+            return File("quantize_acts.cu", entry, defines)
+        more = (f"WARPS={self.warps}", f"RESIDENT={self.resident}", f"AHEAD={int(self.ahead)}")
+        return File("quantize_rows.cu", entry, (*defines, *more))
+
+
+# The first that holds a row takes it. On an H200, 8192 rows of a norm with gain took at 4096 values 26.7 us
+# with two pairs, 31 with four, 37 with one; at 8192 values 56 us with four and the next row ahead, 60 without
+# it, 72 with eight. Past 12288 values there is one block of as many threads as it may have.
+ROWS = (Rows(2, 7, 4), Rows(4, 6, 2, ahead=True), Rows(2, 16, 1, ahead=True))
+ACTS = (Rows(1, 16, 2, acts=True), Rows(2, 16, 1, acts=True))
+
+
+def choose(width: int, acts: bool) -> Rows | None:
+    """Return the form for rows of ``width`` codes, or None: too wide; ``acts``: x is gate and up."""
+    return next((row for row in (ACTS if acts else ROWS) if row.warps_of(width) <= row.warps), None)
+
+
+def files(arch: str) -> Iterator[File]:
+    """Yield what is compiled for an architecture: the same everywhere."""
+    for dtype in DTYPES:
+        for row in (*ROWS, *ACTS):
+            yield row.file(dtype)
