@@ -6,8 +6,8 @@ Activations: symmetric, one scale for each token, ``m = 2^(bits-1) - 1``:
 Keys and values: asymmetric, one scale and zero point for each token and head, ``n = 2^bits - 1``:
 ``lo = min(x, 0) * clip``, ``hi = max(x, 0) * clip``, ``s = max(fp16((hi - lo) / n), 2^-14)``,
 ``z = clamp(round(-lo / s), 0, n)`` and ``code = clamp(round(x / s) + z, 0, n)``; a value is
-``(code - z) * s``. Scales stop where n * s leaves float16, so that kernels may hold values in 16 bit: values
-beyond 65460 saturate.
+``(code - z) * s``. A ``z`` of zero is +0. Scales stop where n * s leaves float16, so that kernels may hold
+values in 16 bit: values beyond 65460 saturate.
 
 Rounding is to nearest, ties to even. A row of zeros has the scale 1 (activations) or the smallest one (cache)
 and stays zero. Scales are used as they are stored: float32 for activations, float16 for the cache.
@@ -78,7 +78,7 @@ def quantize_cache(x: torch.Tensor, bits: int, clip: float) -> CacheCodes:
     low, high = wide.amin(-1).clamp(max=0) * ratio, wide.amax(-1).clamp(min=0) * ratio
     wanted = ((high - low) / torch.full_like(low, levels)).clamp_(max=LARGEST[bits])
     scales = wanted.to(torch.float16).float().clamp_(min=SMALLEST)
-    zeros = (-low / scales).round_().clamp_(0, levels)
+    zeros = ((0 - low) / scales).round_().clamp_(0, levels)  # 0 - 0 is +0: -0 would be another word in memory
     codes = (wide / scales.unsqueeze(-1)).round_().add_(zeros.unsqueeze(-1)).clamp_(0, levels)
     return CacheCodes(codes.to(torch.uint8), scales, zeros)
 

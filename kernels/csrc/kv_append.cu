@@ -3,7 +3,8 @@
 // One warp makes one row: one token and head of K or of V. In fp32, as convert/quantize/activations.py says:
 //     lo = clip * min(x, 0), hi = clip * max(x, 0)    s = max(fp16(min((hi - lo) / n, largest)), 2^-14)
 //     z = clamp(rint(-lo / s), 0, n)                  code = clamp(rint(x / s) + z, 0, n)        n = 2^bits - 1
-// No product is fused into a sum, and divisions are IEEE: codes are those of the reference but for ties of R3's sums.
+// Quotients are those of IEEE division, and no other product is fused into a sum: codes are those of the reference but for
+// ties of R3's sums.
 // Bound by bytes: 2 in, bits / 8 out for each value. Rows of slots or pages that do not exist are left alone.
 // Tested by tests/gpu/test_kv.py.
 #include "kv_cache.cuh"
@@ -16,23 +17,43 @@ struct Quantized {
   u32 parameters;  // scale in the low half, zero in the high one
 };
 
-DEVICE Quantized quantize(const Row &row, float clip, int bits) {
+// The largest of each half's value in one lane's pair: lanes 0 to 15 end with that of `a`, 16 to 31 with that of `b`.
+DEVICE float2 warp_max_of_two(float a, float b, int lane) {
+  const bool second = lane & 16;
+  const float other = __shfl_xor_sync(WHOLE, second ? a : b, 16);
+  float most = fmaxf(second ? b : a, other);
+#pragma unroll
+  for (int step = 8; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(WHOLE, most, step));
+  const float far = __shfl_xor_sync(WHOLE, most, 16);
+  return second ? make_float2(far, most) : make_float2(most, far);
+}
+
+// x / s, rounded once: with r the rounded 1 / s, one correction makes the quotient exact (s is no subnormal).
+DEVICE float quotient(float x, float s, float r) {
+  const float q = x * r;
+  return fmaf(fmaf(-q, s, x), r, q);
+}
+// The nearest integer, ties to even, of a number below 2^22.
+DEVICE int nearest(float v) { return static_cast<int>(__float_as_uint(v + 12582912.0f)) - 0x4B400000; }
+
+DEVICE Quantized quantize(const Row &row, float clip, int bits, int lane) {
   float low = 0, high = 0;
 #pragma unroll
   for (int i = 0; i < Row::EACH; i++) low = fminf(low, row.x[i]), high = fmaxf(high, row.x[i]);
-  low = __fmul_rn(-warp_max<32>(-low), clip), high = __fmul_rn(warp_max<32>(high), clip);
+  const float2 ends = warp_max_of_two(high, -low, lane);
+  high = __fmul_rn(ends.x, clip), low = __fmul_rn(-ends.y, clip);
   const float levels = bits == 4 ? 15.0f : 255.0f, largest = bits == 4 ? 4364.0f : 256.75f;
   const float wanted = fminf(__fdiv_rn(__fsub_rn(high, low), levels), largest);
   const u32 half = Number<FP16>::pack(fmaxf(wanted, 6.103515625e-05f), 0.0f);
-  const float s = Number<FP16>::to_float(half);
-  const float z = fminf(rintf(__fdiv_rn(-low, s)), levels);
+  const float s = Number<FP16>::to_float(half), r = __frcp_rn(s);
+  const int top = bits == 4 ? 15 : 255, z = min(nearest(fminf(quotient(-low, s, r), 1024.0f)), top);
   Quantized made;
 #pragma unroll
   for (int i = 0; i < Row::EACH; i++) {
-    const float code = fminf(fmaxf(rintf(__fdiv_rn(row.x[i], s)) + z, 0.0f), levels);
-    made.codes[i] = static_cast<int>(code);
+    const float steps = fmaxf(fminf(quotient(row.x[i], s, r), 1024.0f), -1024.0f);
+    made.codes[i] = max(0, min(nearest(steps) + z, top));
   }
-  made.parameters = half | Number<FP16>::pack(0.0f, z);
+  made.parameters = half | Number<FP16>::pack(0.0f, static_cast<float>(z));
   return made;
 }
 
@@ -54,7 +75,10 @@ DEVICE void store(u8 *row, const Quantized &made, int bits, int lane) {
   if (bytes == 8) *reinterpret_cast<uint2 *>(at) = make_uint2(words[0], words[1]);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+// Blocks of a multiprocessor: with 80 and 96 channels the compiler would spill to have more of them.
+constexpr int BLOCKS = Row::POWER ? 0 : 6;
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     ENTRY(const u8 *k, const u8 *v, u8 *codes, u32 *params, const int *block_table, const int *start, TURN_PARAMETERS,
           i64 k_batch, i64 k_head, i64 k_token, i64 v_batch, i64 v_head, i64 v_token, int heads, int tokens,
           int table_width, int pages, int bits, int bf16, float clip_k, float clip_v) {
@@ -77,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const i64 offset = sequence * strides.batch + head * strides.head + token * strides.token;
     x.load_row((value ? v : k) + 2 * offset, true, bf16, lane);
     if (!value) x.turn(TURN_ARGUMENTS, scratch[Row::POWER ? 0 : warp], lane);
-    const Quantized made = quantize(x, value ? clip_v : clip_k, bits);
+    const Quantized made = quantize(x, value ? clip_v : clip_k, bits, lane);
     const i64 at = ((static_cast<i64>(page) * 2 + value) * heads + head) * PAGE + slot % PAGE;
     if (lane < Row::ACTIVE) store(codes + at * (HEAD_DIM * bits / 8), made, bits, lane);
     if (lane == 0) params[at] = made.parameters;

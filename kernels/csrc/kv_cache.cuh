@@ -80,11 +80,9 @@ template <int SIZE> struct Vector {
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         if (EACH * distance >= (1 << turn.log_r)) continue;
+        const float sign = lane & distance ? -1.0f : 1.0f;
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-          const float other = __shfl_xor_sync(WHOLE, x[i], distance);
-          x[i] = lane & distance ? other - x[i] : x[i] + other;
-        }
+        for (int i = 0; i < EACH; i++) x[i] = fmaf(sign, x[i], __shfl_xor_sync(WHOLE, x[i], distance));
       }
     } else {
       if (turn.block > 1) through_shared(turn, row, lane);

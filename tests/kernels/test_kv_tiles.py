@@ -208,6 +208,29 @@ def test_words_of_codes_become_values_in_the_order_of_channels() -> None:
     assert np.array_equal(np.stack(ordered, 1), exact)
 
 
+def _quotient(x: NDArray[np.float32], s: NDArray[np.float32]) -> NDArray[np.float32]:
+    """``quotient`` of kv_append.cu; a fused step is exact in float64, then rounded once more."""
+    one = np.float32(1)
+    r = one / s
+    q = x * r
+    rest = (x.astype(np.float64) - q.astype(np.float64) * s).astype(np.float32)
+    return (q.astype(np.longdouble) + rest.astype(np.longdouble) * r).astype(np.float32)
+
+
+def test_a_product_with_the_reciprocal_and_one_correction_is_the_quotient() -> None:
+    random = np.random.default_rng(1)
+    scales = np.arange(0x0400, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)  # from 2^-14 on
+    s = np.repeat(scales, 64)
+    steps = random.uniform(-260, 260, s.size).astype(np.float32)
+    ties = np.floor(steps) + np.float32(0.5)
+    for x in (steps * s, ties * s, np.nextafter(ties * s, np.float32(0)), random.normal(0, 1, s.size)):
+        x = x.astype(np.float32)
+        assert np.array_equal(_quotient(x, s), x / s)
+        v = np.clip(x / s, -1024, 1024)
+        shifted = (v + np.float32(12582912)).view(np.int32) - 0x4B400000  # nearest()
+        assert np.array_equal(shifted, np.rint(v))
+
+
 def _entry(k: int, n: int, m: int, log_r: int, block: int, power: bool, signs: NDArray[np.int8]) -> int:
     """``entry`` of kv_rotate.cuh."""
     if power:

@@ -110,6 +110,15 @@ def test_zeros_stay_zeros_in_the_cache() -> None:
     assert torch.equal(fake_cache(x, 4, 0.95)[:, ::3], torch.zeros(7, 8))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_point_of_zero_has_the_bits_of_zero(bits: int) -> None:
+    x = rows(7).abs()
+    x[0] = 0
+    x[1, :5] = -0.0
+    made = quantize_cache(x, bits, 0.95)
+    assert not made.zeros.view(torch.int32).any()
+
+
 def test_sixteen_bits_are_the_values_themselves_and_the_dtype_is_kept() -> None:
     x = rows(6).to(torch.bfloat16)
     assert fake_tokens(x, 16, 0.9) is x and fake_cache(x, 16, 0.9) is x
