@@ -4,23 +4,11 @@
 #include "int_store.cuh"
 #include "weights.cuh"
 
-// A segment's sums are complete in the slots: add them up and hand over or store.
+// Values of a tile whose sums are complete, to the output.
 template <class T>
-DEVICE void finish_int_segment(const IntProblem &p, Sums<T> &sums, const Segment &segment, u32 shared_sums) {
-  using G = Grid<T>;
-  const Epilogue<T> epilogue(p, shared_sums, ptx::opaque(threadIdx.x));
-  epilogue.over_slots(sums);
-  if (segment.begin != 0) {
-    epilogue.hand_over(sums, blockIdx.x);
-    return;
-  }
-  if (segment.end != G::units(p)) {
-    const u32 tile_end = (segment.tile - G::whole(p) + 1) * G::units(p);
-    u32 last = blockIdx.x + 1;
-    while (last < gridDim.x && G::begin(p, last) < tile_end) last++;
-    epilogue.collect(sums, blockIdx.x + 1, last);
-  }
-  const Place place = G::place(p, segment);
+DEVICE void store_int_segment(const IntProblem &p, const Epilogue<T> &epilogue, Sums<T> &sums, const Segment &segment,
+                              u32 shared_sums) {
+  const Place place = Grid<T>::place(p, segment);
   const int column0 = place.column_tile * T::TILE_N + epilogue.warp * T::WARP_N;
   if (column0 >= p.n) return;  // the same for the whole warp, and for both that share a chunk
   const Scaling<T> scaling(p, column0, place.token0, epilogue.lane);
@@ -31,6 +19,20 @@ DEVICE void finish_int_segment(const IntProblem &p, Sums<T> &sums, const Segment
     scaling(sums);
     epilogue.store(sums, segment);
   }
+}
+
+// A segment's sums are complete in the slots: add them up and hand over or store.
+template <class T>
+DEVICE void finish_int_segment(const IntProblem &p, Sums<T> &sums, const Segment &segment, u32 shared_sums) {
+  using G = Grid<T>;
+  const Epilogue<T> epilogue(p, shared_sums, ptx::opaque(threadIdx.x));
+  epilogue.over_slots(sums);
+  if (segment.begin != 0) {
+    epilogue.hand_over(sums, blockIdx.x);
+    return;
+  }
+  if (segment.end != G::units(p)) epilogue.collect(sums, blockIdx.x + 1, G::end_of_tile(p, segment.tile));
+  store_int_segment<T>(p, epilogue, sums, segment, shared_sums);
 }
 
 // Integer sums travel in the registers of fp32 ones.

@@ -9,11 +9,7 @@
 #include "int_tile.cuh"
 #include "scheduler.cuh"
 
-#ifdef INT_BAND  // tuning
-constexpr int BAND = INT_BAND;
-#else
 constexpr int BAND = 4;
-#endif
 constexpr int EXCHANGE = 7;  // units that handing sums over costs a block
 
 template <int... P> struct Grid<IntTile<P...>> {
@@ -38,6 +34,13 @@ template <int... P> struct Grid<IntTile<P...>> {
   DEVICE static u32 begin(const Problem &p, u32 block) {
     const u32 total = (tiles(p) - whole(p)) * units(p), each = total / gridDim.x, more = total % gridDim.x;
     return block * each + min(block, more);
+  }
+  // The first block after this one that has nothing of a tile which is cut.
+  DEVICE static u32 end_of_tile(const Problem &p, int tile) {
+    const u32 end = (tile - whole(p) + 1) * units(p);
+    u32 block = blockIdx.x + 1;
+    while (block < gridDim.x && begin(p, block) < end) block++;
+    return block;
   }
 };
 

@@ -14,6 +14,7 @@
 // Requires K % 64 = 0, N % 64 = 0, a tensor map of the codes with boxes of 128 bytes x TOKENS and 128-byte swizzle, y
 // rows 4-byte aligned; sm_90a. Tested by tests/gpu/test_int_gemm.py; lane arithmetic by tests/kernels/test_int_gemm.py.
 #include "int_epilogue.cuh"
+#include "int_exchange.cuh"
 #include "int_operand.cuh"
 #include "int_producer.cuh"
 #include "int_wgmma.cuh"
@@ -30,12 +31,10 @@ static_assert(T::SHARED_BYTES == SHARED, "kernels/quarot/int_tiles.py and int_ti
 #endif
 
 constexpr bool FINE = T::WORDS * T::TOKENS > 256;  // sums leave no room for two sets of operands
-#ifdef INT_SKEW  // tuning
-constexpr int SKEW = INT_SKEW;
-#else
 constexpr int SKEW = 2;  // units the first of two warpgroups is ahead: as many stages less are on their way
-#endif
 static_assert(SKEW < T::STAGES - 1, "the second warpgroup's stages do not stop the first");
+constexpr bool EARLY = Exchange<T>::USED;
+static_assert(!EARLY || BLOCKS * Exchange<T>::WARPGROUPS <= 8, "a multiprocessor has eight flags");
 
 extern __shared__ __align__(1024) u8 shared[];
 
@@ -110,7 +109,7 @@ DEVICE void unit_product(const IntProblem &p, const Lane<T> &lane, Sums<T> &sums
 // The second of two warpgroups begins when the first is some units ahead, and stays behind: so each multiplies while
 // the other stores its results.
 struct Stagger {
-  static constexpr bool USED = T::THREADS == 256 && T::SLOTS == 1 && SKEW > 0;
+  static constexpr bool USED = T::THREADS == 256 && T::SLOTS == 1;
   static constexpr u32 ID = 14;
   int left = USED && threadIdx.x < 128 ? SKEW : 0;
 
@@ -135,11 +134,16 @@ DEVICE void multiply(const IntProblem &p, int slot) {
   };
   Run<T> run(p);
   Stagger stagger;
+  if constexpr (EARLY) ptx::wait_for_previous_kernel();  // its flags are not taken for this one's
   while (run.more()) {
     const Segment segment = run.take(p);
     IntSums<T> part;
     Sums<T> sums;
-    clear<T>(part);
+    Exchange<T> exchange(p);
+    if constexpr (EARLY)
+      exchange.start(part, segment);
+    else
+      clear<T>(part);
     if constexpr (T::GROUPED) each_pair<T>(sums, [](int, int, float &a, float &b) { a = b = 0.0f; });
     for (int unit = segment.begin + slot; unit < segment.end; unit += T::SLOTS) {
       ptx::barrier_wait(ring.full(), ring.phase);
@@ -151,8 +155,19 @@ DEVICE void multiply(const IntProblem &p, int slot) {
     finish_products(part);
     release();
     stagger.pass();
-    if constexpr (!T::GROUPED) as_sums<T>(sums, part);
-    finish_int_segment<T>(p, sums, segment, ptx::shared_address(shared) + T::RING_BYTES);
+    const u32 shared_sums = ptx::shared_address(shared) + T::RING_BYTES;
+    if constexpr (EARLY) {
+      if (segment.begin != 0) {
+        exchange.hand_over(part);
+        continue;
+      }
+      exchange.finish(part, segment);
+      as_sums<T>(sums, part);
+      store_int_segment<T>(p, Epilogue<T>(p, shared_sums, ptx::opaque(threadIdx.x)), sums, segment, shared_sums);
+    } else {
+      if constexpr (!T::GROUPED) as_sums<T>(sums, part);
+      finish_int_segment<T>(p, sums, segment, shared_sums);
+    }
   }
   stagger.pass();  // of a block without work
 }

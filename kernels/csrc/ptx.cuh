@@ -171,6 +171,15 @@ DEVICE u32 load_acquire(const u32 *flag) {
   return v;
 }
 
+// Loads two integers past the L1 if `there`, else leaves them.
+DEVICE void load_8_if(u32 there, const void *from, int &a, int &b) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0;\n"
+               "@p ld.global.cg.v2.s32 {%0, %1}, [%2]; }"
+               : "+r"(a), "+r"(b)
+               : "l"(from), "r"(there)
+               : "memory");
+}
+
 // Sets a flag after everything this thread (and, past a barrier, its block) has written.
 DEVICE void store_release(u32 *flag, u32 v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(v) : "memory");

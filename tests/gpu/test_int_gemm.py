@@ -194,6 +194,27 @@ def test_products_are_the_same_under_a_graph_and_from_run_to_run() -> None:
     assert torch.equal(y, first)
 
 
+def test_sums_handed_over_early_are_those_of_their_own_launch() -> None:
+    """Launches one behind the other share flags and sums: each finds what its own blocks left."""
+    from w4pack.kernels import launch
+    from w4pack.kernels.quarot import int_launch
+
+    card = launch.device(0)
+    arch, sms, order = launch.table_arch(card.arch), card.multiprocessors, orders_int.P32
+    case = make(2048, 4096, 4096, "s8w4", -1, torch.float16)
+    wanted, product = _exact(case), case.product
+    found = []
+    for tile in [*int_tiles.all_tiles(arch, order, False)] * 3:
+        m = 2048 if tile.tokens >= 64 else 64
+        for blocks in {int_tiles.grid(tile, sms, m, case.n, case.k, order), 7}:
+            out = torch.full((m, case.n), float("nan"), dtype=case.dtype, device="cuda")
+            few = product._replace(codes=product.codes[:m], act_scales=product.act_scales[:m])
+            int_launch.gemm(few, out, tiles.Launch(tile, blocks))
+            found.append((tile.text, blocks, out))
+    for text, blocks, out in found:
+        assert torch.equal(out, wanted[: len(out)]), (text, blocks)
+
+
 def test_what_the_card_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(4, 64, 64, "s4w4", -1, torch.float16)
     monkeypatch.setattr(int_tiles, "choose", lambda *_: None)

@@ -1,4 +1,4 @@
-"""The integer product without a GPU: definition, lane arithmetic, schedule, choices, refusals."""
+"""The integer product without a GPU: definition, lane arithmetic, choices, refusals."""
 
 from typing import Any
 
@@ -267,47 +267,6 @@ def test_spread_pairs_find_their_columns() -> None:
             np.testing.assert_array_equal(column0 + moved + 8 * pair + G8, mine)
 
 
-# ---- the schedule: csrc/int_schedule.cuh ----------------------------------------------------------------
-
-
-def _begin(count: int, units: int, grid: int, block: int) -> int:
-    whole = _whole(count, units, grid)
-    total = (count - whole) * units
-    return block * (total // grid) + min(block, total % grid)
-
-
-def _whole(count: int, units: int, grid: int) -> int:
-    rounds, more = divmod(count, grid)
-    return count if more == 0 or (grid - more) * units <= 7 * grid else max(rounds - 1, 0) * grid
-
-
-@pytest.mark.parametrize(
-    ("count", "units", "grid"), [(1, 9, 7), (5, 64, 132), (300, 32, 132), (264, 3, 132), (130, 40, 132)]
-)
-def test_blocks_cover_every_unit_once_and_runs_are_short(count: int, units: int, grid: int) -> None:
-    seen = np.zeros((count, units), int)
-    whole = _whole(count, units, grid)
-    for block in range(grid):
-        for tile in range(block, whole, grid):
-            seen[tile] += 1
-        at, end = _begin(count, units, grid, block), _begin(count, units, grid, block + 1)
-        while at < end:
-            last = min(units, at % units + end - at)
-            seen[whole + at // units, at % units : last] += 1
-            at += last - at % units
-    assert (seen == 1).all()
-
-
-def test_places_are_a_permutation_in_bands() -> None:
-    columns, tokens, band = 7, 19, 8
-    places = set()
-    for tile in range(columns * tokens):
-        b, at = tile // (band * columns), tile % (band * columns)
-        wide = min(band, tokens - b * band)
-        places.add((at // wide, b * band + at % wide))
-    assert places == {(c, t) for c in range(columns) for t in range(tokens)}
-
-
 # ---- choices --------------------------------------------------------------------------------------------
 
 
@@ -342,6 +301,7 @@ def test_large_products_take_the_tile_with_the_fewest_clocks() -> None:
 
     assert tokens(8192, 57344, 8192) == 192
     assert tokens(2048, 4096, 4096) == 128  # two whole rounds: less than 1.33 rounds of 192 with an exchange
+    assert tokens(4096, 4096, 4096) == tokens(2048, 4096, 14336) == 192
     assert tokens(100, 57344, 8192) == 128  # one block of tokens
 
 
