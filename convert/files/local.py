@@ -9,12 +9,15 @@ pipes, devices) is refused or skipped before it is opened.
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
 
 from w4pack.convert.errors import SourceError
 
+PIECE = 8 << 20  # bytes: a read of several of these is divided among threads
+READERS = 8  # threads at most: more of them wait for memory
 UNVISITED = (".git", ".cache")  # version control, and what the Hub client keeps beside its downloads
 
 
@@ -37,8 +40,26 @@ class LocalBlob:
         self.size = os.fstat(self._fd).st_size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset``. Raises SourceError if the file ends first or cannot be read."""
+        """Fill ``buffer`` from ``offset``. Raises SourceError if the file ends first or cannot be read.
+
+        A long read is shared by threads where there are cores for them: copying out of the page cache, and
+        touching new memory for the first time, take longer than many disks.
+        """
         view = memoryview(buffer).cast("B")
+        end = offset + len(view)
+        starts = range(0, len(view), PIECE)
+        threads = min(len(os.sched_getaffinity(0)), READERS, len(starts))
+        if threads < 2:
+            self._fill(offset, view, end)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                reads = [pool.submit(self._fill, offset + at, view[at : at + PIECE], end) for at in starts]
+                for read in reads:  # of several errors, that of the first piece
+                    read.result()
+        self._store.count(len(view))
+
+    def _fill(self, offset: int, view: memoryview, end: int) -> None:
+        """Fill a piece of a read that goes up to byte ``end`` of the file."""
         done = 0
         while done < len(view):
             try:
@@ -51,11 +72,10 @@ class LocalBlob:
                     "a file of the source ends too early",
                     code="file-too-short",
                     where=self._store.path_of(self.name),
-                    expected=f"{offset + len(view):,} bytes",
+                    expected=f"{end:,} bytes",
                     found=f"{offset + done:,} bytes",
                 )
             done += got
-        self._store.count(done)
 
     def close(self) -> None:
         """Close the file. Reads after this fail."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from w4pack.convert.errors import Refused
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.tensorfile import TensorInfo
+from w4pack.convert.files.transfer import Transfer
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,10 @@ class Provider(Protocol):
         ...
 
     def get(self, name: str, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
-        """Return a tensor on the CPU, the caller's own, in ``dtype`` or else in its own dtype."""
+        """Return a tensor, the caller's own, in ``dtype`` or else in its own dtype.
+
+        It lies on the CPU, or on the device of the provider if that has one.
+        """
         ...
 
 
@@ -56,10 +60,14 @@ def torch_dtype(tag: str) -> "torch.dtype":
 
 
 class CheckpointProvider:
-    """The tensors of an open checkpoint, as they lie in its files."""
+    """The tensors of an open checkpoint, as they lie in its files.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    device  where they are brought; None: they stay on the CPU
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: "torch.device | None" = None) -> None:
         self.checkpoint = checkpoint
+        self._transfer = None if device is None or device.type == "cpu" else Transfer(device)
 
     def names(self) -> Iterable[str]:
         """See ``Provider``."""
@@ -85,7 +93,6 @@ class CheckpointProvider:
     def _read(
         self, info: TensorInfo, offset: int, nbytes: int, shape: tuple[int, ...], dtype: "torch.dtype | None"
     ) -> "torch.Tensor":
-        import torch
 
         if info.dtype not in TORCH_DTYPES:
             raise Refused(
@@ -96,12 +103,21 @@ class CheckpointProvider:
                 found=info.dtype,
             )
         own = torch_dtype(info.dtype)
-        if not nbytes:
-            return torch.empty(shape, dtype=dtype or own)
-        data = bytearray(nbytes)
-        self.checkpoint.read_into(info, offset, memoryview(data))
-        values = torch.frombuffer(data, dtype=own).reshape(shape)
+        values = self._bytes(info, offset, nbytes).view(own).reshape(shape)
         return values if dtype is None else values.to(dtype)
+
+    def _bytes(self, info: TensorInfo, offset: int, nbytes: int) -> "torch.Tensor":
+        """Return bytes of a tensor, flat uint8. On the CPU into memory that nobody has cleared before."""
+        import torch
+
+        if self._transfer is not None:
+            return self._transfer.read(
+                lambda at, part: self.checkpoint.read_into(info, offset + at, part), nbytes
+            )
+        made = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self.checkpoint.read_into(info, offset, memoryview(made.numpy().data))
+        return made
 
 
 def is_finite(values: "torch.Tensor") -> bool:

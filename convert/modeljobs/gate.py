@@ -156,7 +156,8 @@ def check_rotation(
 
     Raises W4PackError if the rotated model is another one.
     """
-    provider, plan = CheckpointProvider(source.checkpoint), rotation_of(source, options)
+    provider = CheckpointProvider(source.checkpoint, torch.device(device))
+    plan = rotation_of(source, options)
     report = run_gate(source.config, provider, Rotated(provider, plan, device), plan, device)
     reporter.event("gate", text=report.text(), **report.to_json())
     return report

@@ -81,7 +81,7 @@ def prepare(
     device = device_of(running.device)
     found = unquantized(source, options)
     model, turned, warnings = found.model, found.rotation, found.warnings
-    provider: Provider = CheckpointProvider(source.checkpoint)
+    provider: Provider = CheckpointProvider(source.checkpoint, device)
     if turned is not None:
         from w4pack.convert.rotate.rotated import Rotated
 

@@ -12,7 +12,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import save_file  # noqa: E402
+
 from w4pack.convert.core.scheme import QuantScheme  # noqa: E402
+from w4pack.convert.files.checkpoint import open_checkpoint  # noqa: E402
+from w4pack.convert.files.local import LocalStore  # noqa: E402
+from w4pack.convert.files.provider import CheckpointProvider  # noqa: E402
+from w4pack.convert.files.transfer import Transfer  # noqa: E402
 from w4pack.convert.quantize import gptq, grids, linears  # noqa: E402
 from w4pack.convert.quantize.hessian import Statistics  # noqa: E402
 
@@ -76,6 +82,26 @@ def test_sums_of_16_bit_inputs_are_those_of_float64(dtype: torch.dtype) -> None:
     shift, exact = statistics.mean_shift(), (source.double() - seen.double()).T @ seen.double() / 2048
     assert shift is not None  # its factor on the left is rounded to 16 bit
     assert float((shift - exact).abs().max()) < 4e-3 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "behind other work"])
+def test_a_tensor_comes_to_the_card_as_it_lies_in_the_file(busy: bool, tmp_path: Path) -> None:
+    """Two buffers are filled while the card may be far behind: no part is overwritten before it is fetched."""
+    names = {"w": torch.bfloat16, "v": torch.float32, "empty": torch.float16}
+    made = {"w": torch.randn(700, 1001).bfloat16(), "v": torch.randn(3, 5), "empty": torch.empty(0, 4).half()}
+    save_file(made, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(LocalStore(tmp_path))
+    provider = CheckpointProvider(checkpoint, torch.device("cuda"))
+    provider._transfer = Transfer(torch.device("cuda"), 1 << 16)
+    other = torch.randn(8192, 8192, device="cuda")
+    for name, dtype in names.items():
+        for wanted in (None, torch.float32):
+            for _ in range(20 * busy):
+                other @ other
+            got = provider.get(name, wanted)
+            assert (got.device.type, got.dtype) == ("cuda", wanted or dtype)
+            assert torch.equal(got.cpu(), made[name].to(wanted or dtype))
+    checkpoint.close()
 
 
 # ---- whole models ---------------------------------------------------------------------------------------
