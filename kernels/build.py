@@ -171,7 +171,7 @@ def _make(jobs: Sequence[Job], out: Path) -> list[dict[str, object]]:
     if first.hot and result.spills > ALLOWED_SPILLS:
         raise BuildError(f"{first.path} spills {result.spills} bytes of registers")
     if result.serialized:
-        raise BuildError(f"{first.path} has serialized warpgroup products")
+        raise BuildError(f"{first.path} has serialized warpgroup products\n{result.serialized}")
     return [_write(first, result, out), *(_write(job, result.portable, out) for job in others)]
 
 

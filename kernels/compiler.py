@@ -10,7 +10,8 @@ from pathlib import Path
 
 NVRTC_VERSION = (12, 9)
 HINT = "pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'"
-SERIALIZED = ("C7510", "C7512", "C7513")  # the assembler's notes that warpgroup products wait for one another
+# The assembler's notes that warpgroup products wait for one another: C7510 and more, one for each cause.
+SERIALIZED = re.compile(r".*wgmma\S* instructions are serialized.*")
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 
 
@@ -43,9 +44,9 @@ class Compiled:
         return sum(map(int, re.findall(r"(\d+) bytes spill", self.log)))
 
     @property
-    def serialized(self) -> bool:
-        """Whether the assembler says that warpgroup products wait for one another."""
-        return any(note in self.log for note in SERIALIZED)
+    def serialized(self) -> str:
+        """What the assembler says where warpgroup products wait for one another; else nothing."""
+        return "\n".join(SERIALIZED.findall(self.log))
 
 
 @cache

@@ -30,7 +30,9 @@ using T = IntTile<CONFIG, TMA>;
 static_assert(T::SHARED_BYTES == SHARED, "kernels/quarot/int_tiles.py and int_tile.cuh agree on shared memory");
 #endif
 
-constexpr bool FINE = T::WORDS * T::TOKENS > 256;  // sums leave no room for two sets of operands
+// Sums leave no room for two sets of operands; with two, ptxas lets products with 8-bit weights wait for one another
+// (C7520).
+constexpr bool FINE = T::WORDS * T::TOKENS > 256 || T::KIND == S8_W8;
 constexpr int SKEW = 2;  // units the first of two warpgroups is ahead: as many stages less are on their way
 static_assert(SKEW < T::STAGES - 1, "the second warpgroup's stages do not stop the first");
 constexpr bool EARLY = Exchange<T>::USED;

@@ -39,8 +39,22 @@ def test_names_are_unique_and_wgmma_stays_on_its_architecture() -> None:
 
 def test_the_log_says_registers_spills_and_serialized_products() -> None:
     found = build.Compiled(b"", SPILL)
-    assert (found.registers, found.spills, found.serialized) == (255, 64, False)
-    assert build.Compiled(b"", "info : (C7510) Potential Performance Loss: wgmma").serialized
+    assert (found.registers, found.spills, found.serialized) == (255, 64, "")
+
+
+NOTE = (
+    "ptxas info : (%s) Potential Performance Loss: wgmma.mma_async instructions are serialized due to a cause"
+)
+
+
+@pytest.mark.parametrize("number", ["C7510", "C7511", "C7514", "C7518", "C7520", "C7599"])
+def test_products_that_wait_for_one_another_fail_the_build(
+    number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = f"ptxas info : 0 bytes gmem\n{NOTE % number}\nptxas info : Used 168 registers"
+    monkeypatch.setattr(build, "compile_job", lambda _: build.Compiled(b"code", log))
+    rows, failures = build.build([build.Job("gather.cu", "a", "sm_90a", (), hot=False)], 1, tmp_path)
+    assert not rows and len(failures) == 1 and NOTE % number in failures[0]
 
 
 def test_a_spill_in_a_hot_kernel_fails_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +121,29 @@ def test_a_hot_kernel_compiles_without_spills(arch: str, entry: str) -> None:
     job = next(job for job in build.jobs(arch) if entry in job.entry)
     found = build.compile_job(job)
     assert found.spills == 0 and not found.serialized and found.registers > 0 and len(found.code) > 10_000
+
+
+WAITING = """
+extern "C" __global__ void example(float *out, unsigned long long a, unsigned long long b) {
+  float d[4] = {};
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    asm volatile("wgmma.fence.sync.aligned;");
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b));
+    d[0] += 1.0f;
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;");
+  asm volatile("wgmma.wait_group.sync.aligned 0;");
+  for (int i = 0; i < 4; i++) out[4 * threadIdx.x + i] = d[i];
+}
+"""
+
+
+@pytest.mark.skipif(not has_compiler, reason="nvidia-cuda-nvrtc-cu12 is not installed")
+def test_what_the_assembler_says_of_waiting_products_is_understood(tmp_path: Path) -> None:
+    (tmp_path / "example.cu").write_text(WAITING)
+    assert "serialized" in build.compile_source(tmp_path / "example.cu", "sm_90a", ()).serialized
 
 
 def test_a_whole_build_leaves_nothing_stale(tmp_path: Path) -> None:
