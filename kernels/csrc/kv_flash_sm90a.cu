@@ -11,16 +11,12 @@
 // product. A tile costs 4 TOKENS HEAD_DIM QUERIES operations; beside them 2^x of TOKENS QUERIES scores, half of the
 // products' time at HEAD_DIM 128, as much at 64.
 //
-// Items: the longest first within a section of heads whose K and V stay in the L2; blocks take them in turn, there and
-// back. What queries see: kv_prefill.cu. Tested by tests/gpu/test_kv.py, the order of items by
-// tests/kernels/test_kv_tiles.py.
+// Which items a block takes: kv_items.cuh. What queries see: kv_prefill.cu. Tested by tests/gpu/test_kv.py.
+#include "kv_items.cuh"
 #include "kv_rotate.cuh"
 
-// Measured on an H200. With heads of 64 the softmax is most of the work: a third warpgroup has more of it beside products.
 // Queries in registers take the shared memory's bandwidth off the products; with other sizes they win nothing or do not fit.
-constexpr int CONSUMERS = HEAD_DIM == 64 ? 3 : 2;
 constexpr bool QUERIES_IN_REGISTERS = HEAD_DIM == 128;
-constexpr int QUERIES = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int K_AT = QUERIES * HEAD_DIM * 2, V_AT = K_AT + 2 * TILE_BYTES, MATRIX_AT = V_AT + 2 * TILE_BYTES,
               BARRIERS_AT = MATRIX_AT + MATRIX_BYTES;
 static_assert(BARRIERS_AT + 64 == SHARED_BYTES, "the launch gives what the kernel uses");
@@ -33,41 +29,6 @@ constexpr int FEWER = CONSUMERS == 3 ? 32 : 24, MORE = CONSUMERS == 3 ? 160 : 24
 constexpr int V_BARRIERS = 32, FREE = 16;
 // Named barriers: one for each consumer's own warps, one for its turn.
 constexpr int OWN = 1, TURNS = OWN + CONSUMERS;
-
-struct Work {
-  const u8 *query, *tiles;
-  const int *lengths, *padding;
-  i64 q_batch, q_head, q_token;
-  int heads, kv_heads, table_width, tokens, window, tiles_of_pair, first_pair, pairs, section;
-};
-
-// One item: its queries and the tiles they see.
-struct Item {
-  int head, sequence, pair, first_query, here, first_slot, padded, tile0, tiles;
-
-  // The `turn`th of this block; false: there is none.
-  DEVICE bool find(const Work &work, int turn) {
-    const int group = work.heads / work.kv_heads, streams = work.pairs * group, section = work.section;
-    const int blocks = (work.tokens + QUERIES - 1) / QUERIES, all = gridDim.x, mine = blockIdx.x;
-    const int index = turn * all + (turn & 1 ? all - 1 - mine : mine);
-    if (index >= streams * blocks) return false;
-    const int part = index / (section * blocks), in_part = index - part * section * blocks;
-    const int width = min(section, streams - part * section), back = in_part / width;
-    const int stream = part * section + in_part - back * width;
-    pair = stream / group;
-    const int kv = work.first_pair + pair;
-    sequence = kv / work.kv_heads;
-    head = kv % work.kv_heads * group + stream % group;
-    first_query = (blocks - 1 - back) * QUERIES;
-    here = min(QUERIES, work.tokens - first_query);
-    first_slot = min(work.lengths[sequence], work.table_width * PAGE) - work.tokens + first_query;
-    padded = work.padding == nullptr ? 0 : max(0, work.padding[sequence]);
-    const int from = max(padded, work.window > 0 ? first_slot - work.window + 1 : 0);
-    tile0 = from / TOKENS;
-    tiles = max(0, (first_slot + here + TOKENS - 1) / TOKENS - tile0);
-    return true;
-  }
-};
 
 // Asks for the tiles of K (which = 0) or V, item by item.
 DEVICE void produce(const Work &work, u32 to, u32 barriers, int which) {

@@ -10,6 +10,7 @@
 
 constexpr int COLUMNS = HEAD_DIM % 64 == 0 ? 64 : HEAD_DIM % 32 == 0 ? 32 : 16;
 constexpr int BLOCK_ROW = 2 * COLUMNS, BLOCK_CHUNKS = COLUMNS / 8;  // bytes, chunks of 16 bytes
+// Slots of a tile: two of K and two of V fill the shared memory; at 64 three warpgroups' registers bound the scores.
 constexpr int TOKENS = HEAD_DIM == 64 ? 96 : HEAD_DIM == 256 ? 64 : 128;
 constexpr int TILE_BYTES = TOKENS * HEAD_DIM * 2;  // of K or of V
 constexpr int CHUNKS = HEAD_DIM / 8;               // of a row

@@ -48,6 +48,7 @@ def main() -> None:
     experts()
     integers()
     integer_experts()
+    caches()
     torch.cuda.synchronize()
     print("done")
 
@@ -137,7 +138,7 @@ def integer_experts() -> None:
 
 
 def caches() -> None:
-    """Append to a quantized cache and attend to it, each head size and width: one token and a chunk."""
+    """Append to a quantized cache and attend to it, each head size and width: one token, chunks."""
     for size, bits in itertools.product(kv_layout.HEAD_DIMS, kv_layout.BITS):
         codes, params = kv_layout.empty(7, 2, size, bits, "cuda")
         table = torch.tensor([[5, 0, 3], [1, 6, 2]], device="cuda").int()
@@ -145,8 +146,8 @@ def caches() -> None:
         start, lengths = (torch.tensor(x, device="cuda").int() for x in ((0, 0), (130, 77)))
         key, scale = Transform.planned(size).key, size**-0.5
         kv.kv_append(k, v, codes, params, table, start, key, 0.95, 0.95, bits)
-        for tokens in (1, 70):
-            q = torch.randn(2, tokens, 10, size, device="cuda").half().transpose(1, 2)
+        for tokens, heads in ((1, 10), (70, 10), (70, 2)):  # the last ones' K and V have one reader
+            q = torch.randn(2, tokens, heads, size, device="cuda").half().transpose(1, 2)
             arguments = (codes, params, table, lengths, None, scale, 0, 0.0, key, bits)
             found = kv.kv_attention(q, *arguments)
             assert (

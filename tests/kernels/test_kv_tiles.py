@@ -1,7 +1,7 @@
 """Kernels of the quantized cache: which there are, what they take of a card, the arithmetic of their layouts.
 
-The layouts and orders are those of ``csrc/kv_image.cuh``, ``kv_unpack.cu``, ``kv_rotate.cuh`` and
-``kv_flash_sm90a.cu``, written down once more: a mistake in one fails here, without a GPU.
+The layouts and orders are those of ``csrc/kv_image.cuh``, ``kv_items.cuh``, ``kv_unpack.cu`` and
+``kv_rotate.cuh``, written down once more: a mistake in one fails here, without a GPU.
 """
 
 import itertools
