@@ -6,11 +6,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import packed  # noqa: E402
 from gpu import cases  # noqa: E402
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels import launch, moe_tiles, tiles  # noqa: E402
+from w4pack.kernels.experts import PackedExperts, StackedLinear  # noqa: E402
 from w4pack.kernels.quarot import int_moe_ops, int_moe_tiles, int_ops, orders_int  # noqa: E402
 from w4pack.kernels.quarot.calls import GroupedProduct  # noqa: E402
+from w4pack.kernels.quarot.experts import QuantizedExperts  # noqa: E402
+from w4pack.kernels.quarot.fronts import PlainFront  # noqa: E402
+from w4pack.kernels.spec import LinearSpec  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,6 +100,31 @@ def test_more_experts_than_a_block_can_list_are_refused() -> None:
     given = make("s8w4", experts, (1,) * experts, 64, 64, -1, torch.float16)
     with pytest.raises(UsageError, match="more experts than"):
         int_moe_ops.int_moe_gemm(*given)
+
+
+def test_a_layer_of_experts_is_captured() -> None:
+    """Fronts, both products, the routing and the sum: nothing waits for the card."""
+    g = torch.Generator().manual_seed(0)
+    first, back = LinearSpec(128, 256, group_size=-1), LinearSpec(256, 128, group_size=64)
+
+    def stack(spec: LinearSpec) -> StackedLinear:
+        made = [packed.layer(spec, seed)[0] for seed in range(4)]
+        return StackedLinear(spec, {name: torch.stack([t[name] for t in made]) for name in made[0]})
+
+    made = PackedExperts([stack(first), stack(first)], stack(back), torch.nn.functional.silu)
+    layer = QuantizedExperts(made, PlainFront(8, 1.0, ""), PlainFront(4, 0.9, ""), gated=False).cuda()
+    x, weights = torch.randn(5, 128, generator=g).half().cuda(), torch.rand(5, 2, generator=g).cuda()
+    chosen = torch.zeros(5, 2, dtype=torch.int64, device="cuda")
+    layer(x, chosen, weights)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=side):
+        y = layer(x, chosen, weights)
+    for _ in range(3):
+        chosen.copy_(torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(5)]))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, layer(x, chosen, weights)) and bool(y.isfinite().all()) and bool(y.any())
 
 
 def test_a_graph_takes_another_routing_at_its_replay() -> None:
