@@ -3,8 +3,10 @@
 Method of ``gemm.py``: CUDA graphs, interleaved repeats, medians; launches rotate over copies of the weights
 and over routings, random ones (for one token: disjoint ones), so that no expert is found in the L2. Each
 candidate gets the same routings; the peer gets its rows already gathered. Error against fp64 on 64 columns.
+``--integers``: the product on 8-bit codes of the activations too, which are quantized before.
 
-    python benchmarks/moe.py [--models mixtral,qwen3] [--m 1,16,256] [--tune FILE] [--humming] [--dense]
+    python benchmarks/moe.py [--models mixtral,qwen3] [--m 1,16,256] [--tune FILE] [--group 128|-1]
+                             [--humming] [--dense] [--integers]
 """
 
 import argparse
@@ -22,6 +24,8 @@ from gemm import MATRIX_RATE, READ_RATE, environment, natural, rows_of_codes, sk
 from w4pack.kernels import launch, moe_launch, moe_tiles, ops, reference, tiles
 from w4pack.kernels.arguments import Packed
 from w4pack.kernels.bench.timing import ROTATED, Candidate, race
+from w4pack.kernels.quarot import int_moe_launch, orders_int, quantize_ops
+from w4pack.kernels.quarot.calls import GroupedProduct
 
 MODELS = {  # experts, experts of a token, (N, K) of gate and up and of down
     "mixtral": (8, 2, ((28672, 4096), (4096, 14336))),
@@ -34,24 +38,25 @@ Launcher = Callable[[int], None]
 
 
 class Layer:
-    """Random packed experts of one shape, and copies to rotate over."""
+    """Random packed experts of one shape, and copies to rotate over; ``group`` -1: one scale a column."""
 
-    def __init__(self, experts: int, n: int, k: int) -> None:
-        self.experts, self.n, self.k = experts, n, k
+    def __init__(self, experts: int, n: int, k: int, group: int) -> None:
+        self.experts, self.n, self.k, self.group = experts, n, k, group
+        groups = 1 if group == -1 else k // group
         g = torch.Generator(device="cuda").manual_seed(n + k)
         words = torch.randint(
             -(2**31), 2**31 - 1, (experts, k // 16, 2 * n), device="cuda", generator=g, dtype=torch.int32
         )
-        scales = (torch.rand((experts, k // 128, n), device="cuda", generator=g) * 0.01 + 0.005).half()
-        self.bytes = n * k // 2 + 2 * n * k // 128  # of one expert
+        scales = (torch.rand((experts, groups, n), device="cuda", generator=g) * 0.01 + 0.005).half()
+        self.bytes = n * k // 2 + 2 * n * groups  # of one expert
         copies = max(1, math.ceil(ROTATED / (self.bytes * experts)))
         self.packed = [(words, scales)] + [(words.clone(), scales.clone()) for _ in range(copies - 1)]
         chunk = n // 128
         picked = words.view(experts, k // 16, n // 64, 128)[:, :, chunk].contiguous()
-        s = scales.view(experts, k // 128, n // 64, 64)[:, :, chunk].contiguous()
+        s = scales.view(experts, groups, n // 64, 64)[:, :, chunk].contiguous()
         self.columns = slice(64 * chunk, 64 * chunk + 64)
         self.exact = [
-            reference.dense(picked[e], s[e], None, 4, 128, torch.float64).cpu() for e in range(experts)
+            reference.dense(picked[e], s[e], None, 4, group, torch.float64).cpu() for e in range(experts)
         ]
 
 
@@ -130,8 +135,24 @@ def ours(point: Point, out: torch.Tensor, chosen: tiles.Launch | None) -> Launch
 
     def run(i: int) -> None:
         (words, scales), routing, _ = point.at(i)
-        packed = Packed(words, scales, None, 4, 128)
+        packed = Packed(words, scales, None, 4, point.layer.group)
         moe_launch.run_gemm(point.x, packed, routing.rows, routing.offsets, out, chosen)
+
+    return run
+
+
+def integers(point: Point, out: torch.Tensor) -> Launcher:
+    """Return the launcher of our product on 8-bit codes."""
+    k, order = point.layer.k, orders_int.P32
+    codes, scales = quantize_ops.act_quantize(point.x, "none", "", 8, 1.0, order, k)
+
+    def run(i: int) -> None:
+        weight, routing, _ = point.at(i)
+        pairs = (routing.rows, routing.offsets)
+        product = GroupedProduct(
+            codes, scales, *weight, *pairs, 4, 8, point.layer.group, order, k, torch.float16
+        )
+        int_moe_launch.gemm(product, out)
 
     return run
 
@@ -215,7 +236,12 @@ def candidates_for(path: str | None, point: Point, multiprocessors: int) -> list
 
 
 def measure(
-    point: Point, repeats: int, tuned: list[tiles.Launch], peer: Peer | None, dense: list[torch.Tensor]
+    point: Point,
+    repeats: int,
+    tuned: list[tiles.Launch],
+    peer: Peer | None,
+    dense: list[torch.Tensor],
+    codes: bool,
 ) -> dict[str, object]:
     """Measure one point; return its row."""
     runs: dict[str, tuple[Launcher, torch.Tensor]] = {}
@@ -228,6 +254,9 @@ def measure(
     if peer is not None:
         out = point.output()
         runs["humming"] = peer.launcher(point, out), out
+    if codes:
+        out = point.output()
+        runs["integers"] = integers(point, out), out
     if dense:
         out = point.output()
         runs["cublas"] = library(point, out, dense), out
@@ -269,24 +298,31 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--humming", action="store_true", help="a column of humming-kernels, if installed")
     parser.add_argument("--dense", action="store_true", help="a column of cuBLAS fp16, expert after expert")
+    parser.add_argument("--integers", action="store_true", help="a column of the product on 8-bit codes")
+    parser.add_argument(
+        "--group", type=int, default=128, choices=(128, -1), help="of scales; the peer has 128"
+    )
     options = parser.parse_args()
     print(environment(), flush=True)
     card, rows = launch.device(0), []
     for model in options.models.split(","):
         experts, top, shapes = MODELS[model]
         for n, k in shapes:
-            layer = Layer(experts, n, k)
+            layer = Layer(experts, n, k, options.group)
             peer = Peer(layer) if options.humming else None
             words, scales = layer.packed[0]
             dense = (
-                [ops.dequantize(words[e], scales[e], None, 4, 128, torch.float16) for e in range(experts)]
+                [
+                    ops.dequantize(words[e], scales[e], None, 4, options.group, torch.float16)
+                    for e in range(experts)
+                ]
                 if options.dense
                 else []
             )
             for m in map(int, options.m.split(",")):
                 point = Point(layer, top, m)
                 tuned = candidates_for(options.tune, point, card.multiprocessors)
-                rows.append(measure(point, options.repeats, tuned, peer, dense))
+                rows.append(measure(point, options.repeats, tuned, peer, dense, options.integers))
                 print(line(rows[-1]), flush=True)
             del layer, peer, dense, words, scales
             torch.cuda.empty_cache()
