@@ -1,6 +1,8 @@
 """Rows that eight blocks of a cluster share: which they are, and the index arithmetic of their kernel."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ torch = pytest.importorskip("torch")
 
 from w4pack.convert.rotate.constructions import matrix  # noqa: E402
 from w4pack.kernels import build, tiles  # noqa: E402
-from w4pack.kernels.quarot import quantize_plan  # noqa: E402
+from w4pack.kernels.quarot import quantize_launch, quantize_plan  # noqa: E402
+from w4pack.kernels.quarot.calls import Form  # noqa: E402
 from w4pack.kernels.quarot.transform import NONE, Transform, apply  # noqa: E402
 
 BLOCKS, THREADS = quantize_plan.CLUSTER_BLOCKS, quantize_plan.CLUSTER_THREADS
@@ -31,6 +34,27 @@ def test_rows_are_few_while_their_blocks_take_a_quarter_of_the_card() -> None:
     assert quantize_plan.cluster_rows("sm_90a", 132) == 4
     assert quantize_plan.cluster_rows("sm_90a", 114) == 3
     assert [quantize_plan.cluster_rows(arch, 132) for arch in ("sm_80", "sm_100", "sm_120")] == [0, 0, 0]
+
+
+def test_a_launch_takes_the_cluster_for_whole_rows_alone() -> None:
+    card: Any = SimpleNamespace(arch="sm_90a", multiprocessors=132)
+
+    def shared(m: int = 1, n: int = 28672, **changes: Any) -> bool:
+        form = changes.pop("form", Form(4, 0.9, 1, n))
+        given: dict[str, Any] = {"kind": "silu", "gain": None, "heads": 0} | changes
+        empty = torch.empty(0)
+        task = quantize_launch.Task(
+            x=torch.empty(m, 2 * n, device="meta"), k=n, eps=0.0, transform=Transform.planned(n),
+            codes=empty, scales=empty, form=form, **given,
+        )  # fmt: skip
+        return quantize_launch._spread(card, task) is not None
+
+    assert all(shared(m, n, kind=kind) for m in (1, 4) for n in (14336, 28672) for kind in ("none", "silu"))
+    assert not shared(5) and not shared(1, 8192)
+    assert not shared(kind="norm") and not shared(heads=8) and not shared(gain=torch.ones(28672))
+    assert not shared(form=Form(4, 0.9, 1, 28736))
+    card.arch = "sm_100"
+    assert not shared()
 
 
 def test_its_kernels_are_built_where_clusters_are() -> None:
