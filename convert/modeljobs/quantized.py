@@ -5,8 +5,9 @@ again, with the weights that their codes in the staging folder stand for, which 
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,7 @@ from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import VerifyError
 from w4pack.convert.events import Reporter, time_text, warning_fields
-from w4pack.convert.files.provider import Provider
+from w4pack.convert.files.provider import Provider, is_finite
 from w4pack.convert.jobs import execute
 from w4pack.convert.jobs.conversion import (
     OnPlan,
@@ -42,6 +43,7 @@ from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.work import Packer, pack_words
 from w4pack.convert.modeljobs.gate import check_rotation
 from w4pack.convert.modeljobs.online import runtime_of
+from w4pack.convert.modeljobs.overlap import Behind, overlaps
 from w4pack.convert.modeljobs.prepared import Prepared
 from w4pack.convert.modeljobs.rest import CardMaker, write_rest
 from w4pack.convert.planning.options import ConvertOptions
@@ -59,7 +61,7 @@ STRENGTH = 0.25  # of GPTAQ, chosen on text that is neither calibrated nor measu
 KL_LIMIT = 4.0  # nats a token, mean: above it the result is no longer the model, and is not published
 # What a leader says to its team (``quantize.team``) before a layer, and at the end.
 QUANTIZE, REPEAT, STOPPED, FINISHED = "quantize", "repeat", "stopped", "finished"
-COPY_ROWS = 1 << 24  # elements of a copied tensor that are written at a time
+COPY_BYTES = 1 << 24  # of a copied tensor that are written at a time
 
 
 def settings_of(options: ConvertOptions) -> Settings:
@@ -109,6 +111,7 @@ def model_run(prepared: Prepared, plan: Plan, team: Team | None = None) -> Model
         prepared.device,
         runtime_of(config, prepared.model.infos, records, layers) if records else None,
         team,
+        prepared.ahead,
     )
 
 
@@ -196,6 +199,9 @@ class QuantizeRun:
         self.log = log
         self.running = running
         self.finished: dict[int, Finished] = {}
+        self._behind = Behind(threaded=overlaps(prepared.device))
+        self._held: list[Finished] = []  # not yet journaled, since ``_since``
+        self._since = time.monotonic()
         self.outcome: dict[str, Any] = {}
         self.plans = {layer.source: layer for layer in plan.layers}
         self.layout = formats.get(TARGETS[plan.target].layout or "")
@@ -223,12 +229,11 @@ class QuantizeRun:
 
     def run(self) -> None:
         """Copy what stays, then quantize. Raises Interrupted between two layers."""
-        with torch.no_grad():
-            self._gathered(
-                self._copied(number, op)
-                for number, op in enumerate(self.plan.ops)
-                if op.kind == "copy" and number not in self.finished
-            )
+        with torch.no_grad(), self.prepared.reading(), self._behind:
+            for number, op in enumerate(self.plan.ops):
+                if op.kind == "copy" and number not in self.finished:
+                    self._behind.do(partial(self._gather, number, op, self._copied(op)))
+            self._behind.do(self._flush)
             if settings_of(self.prepared.options).method == "rtn":
                 self._each_alone()
             else:
@@ -237,18 +242,23 @@ class QuantizeRun:
     # ---- round to nearest: no calibration, no model ---------------------------------------------------
 
     def _each_alone(self) -> None:
-        self._gathered(
-            self._rounded(number, op)
-            for number, op in enumerate(self.plan.ops)
-            if op.kind == "layer" and number not in self.finished
-        )
+        left = [
+            (n, op) for n, op in enumerate(self.plan.ops) if op.kind == "layer" and n not in self.finished
+        ]
+        for number, op in left:
+            self._stop_here()
+            made = self._rounded(op)
+            self._behind.do(partial(self._keep_one, number, op, made))
+        self._behind.do(self._flush)
 
-    def _rounded(self, number: int, op: Op) -> Finished:
-        self._stop_here()
+    def _rounded(self, op: Op) -> Quantized:
         weight = self.provider.get(f"{op.source}.weight").to(self.prepared.device)
         schemes = {op.source: self.plans[op.source].scheme}
         made = quantize_set({op.source: weight}, schemes, None, None, settings_of(self.prepared.options))
-        return self._written(number, op, made[op.source][0])
+        return made[op.source][0]
+
+    def _keep_one(self, number: int, op: Op, made: Quantized) -> None:
+        self._gather(number, op, self._written(op, made))
 
     # ---- GPTQ: in the order of the model --------------------------------------------------------------
 
@@ -260,13 +270,19 @@ class QuantizeRun:
             left = [number for number in layer.ops if number not in self.finished]
             if left or not layer.ops:
                 _say(self.team, QUANTIZE)
-                made = model.quantize(layer.index)
-                self._journal([self._written(n, op, made[op.source]) for n, op in layer.ops.items()])
+                self._behind.do(partial(self._keep, model.quantize(layer.index), model, layer))
             else:
                 _say(self.team, REPEAT)
                 model.repeat(layer.index, self._stored)
-            self._tell(model, layer)
+                self._tell(model, layer)
+        self._behind.wait()
         self._judge(model)
+
+    def _keep(self, made: Mapping[str, Quantized], model: ModelRun, layer: _Layer) -> None:
+        """Write a layer, journal it, and tell."""
+        done = [self._finished(n, op, self._written(op, made[op.source])) for n, op in layer.ops.items()]
+        self._journal(done)
+        self._tell(model, layer)
 
     def _layers(self, model: ModelRun) -> list[_Layer]:
         found: dict[int, dict[int, Op]] = {index: {} for index in range(model.layers)}
@@ -319,37 +335,40 @@ class QuantizeRun:
 
     # ---- files ----------------------------------------------------------------------------------------
 
-    def _copied(self, number: int, op: Op) -> Finished:
+    def _copied(self, op: Op) -> dict[str, Any]:
+        """Write a tensor that stays as it is. Returns what the journal says of it beside its hash."""
         target = self.files.tensors[op.outputs[0]]
-        values = tensor_bytes(self.provider.get(op.source))
-        if values.nbytes != target.nbytes:
-            raise ValueError(f"{op.source}: {values.nbytes} bytes, planned {target.nbytes}")
-        for start in range(0, values.size, COPY_ROWS):
-            self.files.write(target, start, values[start : start + COPY_ROWS])
-        bad = 0
-        if target.dtype in dtypes.FLOAT_TAGS:
-            bad = int(dtypes.nonfinite(values.view(dtypes.numpy_dtype(target.dtype)), target.dtype).sum())
-        return Finished(number, self._hashes(op), {"nonfinite": bad} if bad else {})
+        values = self.provider.get(op.source)
+        flat = values.contiguous().reshape(-1).view(torch.uint8)
+        if flat.numel() != target.nbytes:
+            raise ValueError(f"{op.source}: {flat.numel()} bytes, planned {target.nbytes}")
+        for start in range(0, flat.numel(), COPY_BYTES):
+            self.files.write(target, start, flat[start : start + COPY_BYTES].cpu().numpy())
+        if target.dtype not in dtypes.FLOAT_TAGS or is_finite(values):
+            return {}
+        return {"nonfinite": int((~torch.isfinite(values)).sum())}
 
-    def _written(self, number: int, op: Op, made: Quantized) -> Finished:
+    def _written(self, op: Op, made: Quantized) -> dict[str, Any]:
+        """Write a quantized linear. Returns what the journal says of it beside its hashes."""
         plan = self.plans[op.source]
         tensors = encoded(self.layout, made.words, made.params, plan.scheme, self.running.packer)
         for suffix, array in tensors.items():
             self.files.write(self.files.tensors[f"{plan.name}.{suffix}"], 0, array)
-        return Finished(number, self._hashes(op), dict(made.report))
+        return dict(made.report)
 
-    def _hashes(self, op: Op) -> dict[str, str]:
-        return {name: self.files.digest(self.files.tensors[name]) for name in op.outputs}
+    def _finished(self, number: int, op: Op, report: Mapping[str, Any]) -> Finished:
+        """Hash what an operation has written."""
+        hashes = {name: self.files.digest(self.files.tensors[name]) for name in op.outputs}
+        return Finished(number, hashes, report)
 
-    def _gathered(self, items: Iterable[Finished]) -> None:
+    def _gather(self, number: int, op: Op, report: Mapping[str, Any]) -> None:
         """Journal operations as they are finished, a few seconds of work at a time."""
-        held: list[Finished] = []
-        since = time.monotonic()
-        for item in items:
-            held.append(item)
-            if time.monotonic() - since >= execute.FLUSH_SECONDS:
-                self._journal(held)
-                held, since = [], time.monotonic()
+        self._held.append(self._finished(number, op, report))
+        if time.monotonic() - self._since >= execute.FLUSH_SECONDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        held, self._held, self._since = self._held, [], time.monotonic()
         if held:
             self._journal(held)
 
@@ -364,10 +383,20 @@ class QuantizeRun:
     def _complete(self, item: Finished) -> None:
         self.finished[item.op] = item
         op = self.plan.ops[item.op]
+        self._tell_dampings(op.source, item.report)
         self._bytes += sum(self.files.tensors[name].nbytes for name in op.outputs)
         if op.kind == "layer":
             self.reporter.event("layer", name=op.source, **item.report)
         self.reporter.progress(self._bytes, self.plan.output_bytes, op.source)
+
+    def _tell_dampings(self, name: str, report: Mapping[str, Any]) -> None:
+        """Say each value of the damping that was too little, and what came next."""
+        failed: Sequence[float] = report.get("failed_dampings", ())
+        told = [f"a damping of {share:.3g}" for share in failed[1:]]
+        told.append(f"a damping of {report['damping']:.3g}" if "damping" in report else "rounding to nearest")
+        for share, then in zip(failed, told, strict=False):
+            text = f"{name}: the Hessian cannot be factored with a damping of {share:.3g}; {then} comes next"
+            self.reporter.event("note", text=text)
 
     def _stored(self, name: str) -> torch.Tensor:
         """Return the weights (N, K) float32 that a finished linear's stored codes stand for."""
@@ -380,13 +409,6 @@ class QuantizeRun:
 
     def _read(self, tensor: OutTensor) -> NDArray[Any]:
         return self.files.read(tensor).view(dtypes.numpy_dtype(tensor.dtype)).reshape(tensor.shape)
-
-
-def tensor_bytes(values: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a tensor."""
-    flat = values.detach().cpu().contiguous().reshape(-1)
-    raw: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return raw
 
 
 def encoded(

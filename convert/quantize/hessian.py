@@ -12,7 +12,7 @@ from w4pack.convert.files.provider import is_finite
 
 BAND = 256  # columns of H that are made at a time: H is symmetric, so the lower half is never computed
 LEAF = 192  # rows of a triangle that is inverted as it is
-DAMPINGS = 3  # times the damping grows tenfold before a linear is given up
+DAMPINGS = 3  # values of the damping, each ten times the one before, until a linear is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Statistics:
     shift   (K, K) float32 or None, row = index of the difference
     tokens  number of rows added
     routed  they are only the tokens that a router chose
+    peak    size of the largest input
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Statistics:
         self.shift = torch.zeros_like(self.sum) if shifted else None
         self.tokens = 0
         self.routed = routed
+        self.peak = 0.0
 
     def add(
         self, x: torch.Tensor, reference: torch.Tensor | None = None, *, unshifted: slice | None = None
@@ -102,6 +104,11 @@ def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
+def dampings(first: float) -> list[float]:
+    """Return the values of the damping that are tried one after another."""
+    return [first * 10**i for i in range(DAMPINGS)]
+
+
 def factor(hessian: torch.Tensor, damping: float) -> Factor | None:
     """Factor a Hessian; the damping grows tenfold until it can be done. None: it cannot.
 
@@ -111,13 +118,11 @@ def factor(hessian: torch.Tensor, damping: float) -> Factor | None:
     if not is_finite(hessian):
         return None
     mean = float(torch.diagonal(hessian).mean())
-    share = damping
-    for _ in range(DAMPINGS):
+    for share in dampings(damping):
         for dtype in (torch.float32, torch.float64):
             upper = _upper(hessian.to(dtype), share * mean)
             if upper is not None:
                 return Factor(upper, share)
-        share *= 10
     return None
 
 

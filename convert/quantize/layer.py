@@ -5,6 +5,7 @@ batch, the layer runs once and each linear is quantized at the moment in which i
 once for every stage.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,10 +16,9 @@ from torch import nn
 
 from w4pack.convert.core import families
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.errors import W4PackError
-from w4pack.convert.files.provider import is_finite
 from w4pack.convert.quantize.hessian import Statistics
 from w4pack.convert.quantize.linears import Quantized, Sample, quantize_set
+from w4pack.convert.quantize.overflow import largest_finite, not_finite, size
 from w4pack.convert.quantize.settings import Settings
 from w4pack.convert.quantize.stream import Stream
 from w4pack.convert.quantize.team import Team
@@ -254,20 +254,12 @@ class LayerWork:
 
     def _observe(self, one: InputSet, x: torch.Tensor, reference: torch.Tensor | None, share: int) -> None:
         """Add a batch's inputs to the statistics, and keep a few for measuring."""
-        if not is_finite(x):
-            finite = x[torch.isfinite(x)]
-            raise W4PackError(
-                "activations are not finite, so nothing can be learnt from them",
-                code="activations",
-                where=one.members[0],
-                expected="finite inputs",
-                found=f"NaN or infinity; the largest finite one is {float(finite.abs().max()):.4g}"
-                if finite.numel()
-                else "no finite input",
-                hint="quantize on the CPU (`--device cpu`), where activations are float32",
-            )
+        peak = size(x)
+        if not math.isfinite(peak):
+            raise not_finite(one.members[0], "NaN or infinity in its input", largest_finite(x), x.dtype)
         if one.statistics is None:
             one.statistics = self._statistics(one, x.shape[1], x.device)
+        one.statistics.peak = max(one.statistics.peak, peak)
         one.statistics.add(x, reference, unshifted=self.unshifted)
         step = max(1, x.shape[0] // share)
         one.inputs.append(x[::step][:share].float())

@@ -16,9 +16,11 @@ from w4pack.convert.core import bitpack
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import W4PackError
+from w4pack.convert.files.provider import is_finite
 from w4pack.convert.quantize import gptq, grids
 from w4pack.convert.quantize.grids import Grid
-from w4pack.convert.quantize.hessian import Statistics
+from w4pack.convert.quantize.hessian import Statistics, dampings
+from w4pack.convert.quantize.overflow import not_finite
 from w4pack.convert.quantize.settings import Settings
 
 FEWEST = 64  # tokens below which a Hessian says nothing; a quarter of in_features if that is more
@@ -38,7 +40,8 @@ class Quantized:
 
     words   uint32 (K * bits / 32, N): the canonical words
     params  scales in the carrier of their dtype, zero points or None
-    report  method, tokens, damping, error and rtn_error (relative squared errors of the outputs), dead, note
+    report  method, tokens, damping, failed_dampings, error and rtn_error (relative squared errors of the
+            outputs), dead_inputs, note
     """
 
     scheme: QuantScheme
@@ -65,6 +68,7 @@ def quantize_set(
 
     Raises:
         Refused: a weight that no scale reaches.
+        W4PackError: statistics that are not finite.
     """
     made: dict[str, tuple[Quantized, torch.Tensor]] = {}
     for names in _alike(schemes):
@@ -89,8 +93,8 @@ def _stack(
 ) -> dict[str, tuple[Quantized, torch.Tensor]]:
     scheme = schemes[next(iter(weights))]
     joined = torch.cat([w.float().T for w in weights.values()], dim=1)
-    factored, notes = _factored(scheme, statistics, settings)
     try:
+        factored, failed, notes = _factored(scheme, statistics, settings)
         grid = grids.search(joined, scheme, _importance(statistics, factored))
     except W4PackError as err:
         err.where = ", ".join(weights)
@@ -111,6 +115,7 @@ def _stack(
             "method": "rtn" if solved is None else "gptq",
             "tokens": statistics.tokens if statistics is not None else 0,
             **({"damping": solved.damping} if solved is not None else {}),
+            **({"failed_dampings": failed} if failed else {}),
             **({"dead_inputs": solved.dead} if solved is not None and solved.dead else {}),
             **({"note": notes} if notes else {}),
         }
@@ -121,16 +126,26 @@ def _stack(
 
 def _factored(
     scheme: QuantScheme, statistics: Statistics | None, settings: Settings
-) -> tuple[gptq.Factored | None, str | None]:
-    """Return the factored Hessian, or None and the reason why the linears are rounded to nearest."""
+) -> tuple[gptq.Factored | None, list[float], str | None]:
+    """Return the factored Hessian, or None and the reason why the linears are rounded to nearest.
+
+    Between the two: the values of the damping that were too little.
+    """
     if settings.method == "rtn":
-        return None, None
+        return None, [], None
     tokens = statistics.tokens if statistics is not None else 0
     fewest = max(FEWEST, scheme.in_features // 4)
     if statistics is None or (tokens < fewest and statistics.routed):
-        return None, f"{tokens} tokens, fewer than {fewest}"
-    found = gptq.factored(statistics.hessian(), settings.damping)
-    return found, None if found is not None else "the Hessian cannot be factored at any damping"
+        return None, [], f"{tokens} tokens, fewer than {fewest}"
+    hessian = statistics.hessian()
+    if not is_finite(hessian):
+        raise not_finite("", "a Hessian that is not finite", statistics.peak, torch.float32)
+    if not bool(torch.diagonal(hessian).any()):  # GPTQ would take weights that nothing is known of for 0
+        return None, [], "every input was 0"
+    found = gptq.factored(hessian, settings.damping)
+    if found is None:
+        return None, dampings(settings.damping), "the Hessian cannot be factored at any damping"
+    return found, [share for share in dampings(settings.damping) if share < found.damping], None
 
 
 def _importance(statistics: Statistics | None, factored: gptq.Factored | None) -> torch.Tensor | None:
@@ -186,7 +201,8 @@ def words_of(codes: torch.Tensor, bits: int) -> NDArray[np.uint32]:
     words = torch.zeros(padded.shape[0], columns, dtype=torch.int32, device=codes.device)
     for place in range(per_word):
         words |= padded[:, place].int() << (bits * place)
-    found: NDArray[np.uint32] = words.cpu().numpy().view(np.uint32)
+    host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)  # used again by the next layer
+    found: NDArray[np.uint32] = host.copy_(words).numpy().view(np.uint32)
     return found
 
 

@@ -33,7 +33,7 @@ def report(
     layers = {name: r for name, r in reports.items() if "error" in r}
     shown = [f"![{title}]({name})" for name, title in (pictures or {}).items()]
     parts = [_settings(plan, outcome), _kinds(layers), *shown, _worst(layers), _fallbacks(layers)]
-    parts.append(_experts(outcome))
+    parts += [_damped(layers), _experts(outcome)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -97,6 +97,17 @@ def _fallbacks(layers: Mapping[str, Mapping[str, Any]]) -> str:
         more = f" and {count - len(names)} more" if count > len(names) else ""
         lines.append(f"- {note}: {', '.join(f'`{n}`' for n in names)}{more}")
     return "Rounded to nearest:\n\n" + "\n".join(lines)
+
+
+def _damped(layers: Mapping[str, Mapping[str, Any]]) -> str:
+    """Name the linears whose Hessian took more damping than was asked for."""
+    found = [
+        (name, entry["damping"])
+        for name, entry in layers.items()
+        if "damping" in entry and entry.get("failed_dampings")
+    ]
+    rows = [f"- `{name}`: {damping:.3g}" for name, damping in found]
+    return "Damping that a Hessian took where less was not enough:\n\n" + "\n".join(rows) if rows else ""
 
 
 def _experts(outcome: Mapping[str, Any]) -> str:

@@ -13,17 +13,20 @@ import torch
 from torch import nn
 
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.errors import Refused
-from w4pack.convert.files.provider import Provider
+from w4pack.convert.errors import Refused, W4PackError
+from w4pack.convert.files.provider import Provider, is_finite
+from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.quantize.evaluation import divergence
 from w4pack.convert.quantize.layer import LayerWork
 from w4pack.convert.quantize.linears import Quantized
+from w4pack.convert.quantize.overflow import not_finite, size
 from w4pack.convert.quantize.settings import Settings
 from w4pack.convert.quantize.skeleton import Between, Nothing, build
 from w4pack.convert.quantize.stream import Stream, batches_of
 from w4pack.convert.quantize.team import Team
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # in one run of a layer
+ROOM = 0.9  # of a card's memory: what is beyond may be another process's
 WITNESS = 512  # tokens whose predictions are compared with the source's in the end
 
 
@@ -43,6 +46,14 @@ def compute_dtype(device: torch.device, provider: Provider, module: str) -> torc
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(tag, torch.float32)
 
 
+def _has_room(device: torch.device, nbytes: int) -> bool:
+    """Whether a device has room for ``nbytes`` beside the most that it has held so far."""
+    if device.type != "cuda":
+        return True
+    total = torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.max_memory_reserved(device) + nbytes <= ROOM * total
+
+
 class ModelRun:
     """Quantizes the decoder layers of a model in order.
 
@@ -50,6 +61,7 @@ class ModelRun:
     windows  calibration tokens (W, L)
     between  what runs between the linears: statistics are of what they are given then
     team     the processes that share the windows, or None; all of them call the same methods in one order
+    ahead    what ``provider`` reads through, if a thread is to read the next layer while one is in work
 
     stream   the windows in the model as it is quantized so far
     source   the windows in the source model, where the quantization looks at them, else None
@@ -66,9 +78,11 @@ class ModelRun:
         device: torch.device,
         between: Between | None = None,
         team: Team | None = None,
+        ahead: ReadAhead | None = None,
     ) -> None:
         self.between = between or Nothing()
         self.team = team
+        self.ahead = ahead
         dtype = compute_dtype(device, provider, next(iter(schemes)))
         self.skeleton = build(config, provider, device, dtype)
         self.settings = settings
@@ -127,9 +141,13 @@ class ModelRun:
         return len(self.skeleton.layers)
 
     def quantize(self, index: int) -> dict[str, Quantized]:
-        """Quantize a layer and send everything through it. Returns checkpoint name -> codes."""
+        """Quantize a layer and send everything through it. Returns checkpoint name -> codes.
+
+        Raises W4PackError for activations that are not finite, with the linear or the layer.
+        """
+        went_in = max((size(hidden) for hidden in self.stream.hidden), default=0.0)
         layer, places = self.skeleton.layers[index], self.below(index)
-        self.skeleton.fill(layer, self.skeleton.prefix(index))
+        self._fill(index)
         source = None if self.source is None else (copy.deepcopy(layer), self.source)
         if source is None:
             self._pass_source(layer, index)
@@ -138,10 +156,23 @@ class ModelRun:
             if source is not None:
                 stack.enter_context(self.between.around(self.skeleton, source[0], index, quantized=False))
             stack.enter_context(self.between.around(self.skeleton, layer, index))
-            made = LayerWork(layer, index, schemes, self.settings, source, self.team).run(self.stream)
+            work = LayerWork(layer, index, schemes, self.settings, source, self.team)
+            try:
+                made = work.run(self.stream)
+            except W4PackError as err:  # a layer knows its linears by their paths below it
+                err.where = ", ".join(places.get(p, p) for p in (err.where or "").split(", "))
+                raise
+        self._check_output(index, went_in)
         source = None  # its copy of the layer goes before memory is handed back
         self.skeleton.empty(layer)
         return {places[path]: codes for path, codes in made.items()}
+
+    def _check_output(self, index: int, went_in: float) -> None:
+        """Raise W4PackError where a layer's output is not finite, in the source or the quantized model."""
+        for name, stream in (("the source", self.witness), ("the quantized model", self.stream)):
+            if not all(is_finite(hidden) for hidden in stream.hidden):
+                where, found = self.skeleton.prefix(index).rstrip("."), f"NaN or infinity as output of {name}"
+                raise not_finite(where, found, went_in, self.skeleton.dtype)
 
     def repeat(self, index: int, weights: Callable[[str], torch.Tensor]) -> None:
         """Send everything through a layer that an earlier run has quantized.
@@ -149,8 +180,8 @@ class ModelRun:
         ``weights(name)`` gives the weights (N, K) float32 that a linear's codes stand for; of a team only the
         leader asks for them.
         """
-        layer, prefix = self.skeleton.layers[index], self.skeleton.prefix(index)
-        self.skeleton.fill(layer, prefix)
+        layer = self.skeleton.layers[index]
+        self._fill(index)
         self._pass_source(layer, index)
         for path, name in self.below(index).items():
             found = layer.get_submodule(path)
@@ -162,6 +193,18 @@ class ModelRun:
         with self.between.around(self.skeleton, layer, index):
             self.stream.advance(layer, index)
         self.skeleton.empty(layer)
+
+    def _fill(self, index: int) -> None:
+        """Put a layer in memory, and have the next one read if the device has room for it.
+
+        Not while the first layer is in work: only behind it is known how much a layer takes.
+        """
+        self.skeleton.fill(self.skeleton.layers[index], self.skeleton.prefix(index))
+        if self.ahead is None or not 0 < index < self.layers - 1:
+            return
+        names = self.skeleton.names_below(index + 1)
+        if _has_room(self.skeleton.device, sum(self.skeleton.provider.info(name).nbytes for name in names)):
+            self.ahead.expect(names)
 
     def _pass_source(self, layer: nn.Module, index: int) -> None:
         """Send the source's tokens through a layer that still has the source's weights."""
