@@ -211,4 +211,5 @@ def plan_only(
     from w4pack.convert.modeljobs.quantized import plan_quantized
 
     with threads(running.workers):
-        return plan_quantized(prepare(source, options, origin, running, _texts(options)), out, running)
+        prepared = prepare(source, options, origin, running, _texts(options), measuring=False)
+        return plan_quantized(prepared, out, running)

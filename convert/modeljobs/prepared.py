@@ -25,6 +25,12 @@ from w4pack.convert.source.detect import Source
 from w4pack.convert.source.online import place, plain, without_kernel
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+CLIPS_LATER = Warning_(
+    "clips-later",
+    "clip ratios of activations and cache",
+    "those that suit the calibration text",
+    "defaults; the run measures them first",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,8 +75,13 @@ def prepare(
     origin: Mapping[str, str] | None,
     running: Running,
     texts: tuple[list[str], str] | None = None,
+    *,
+    measuring: bool = True,
 ) -> Prepared:
     """Look at a source that is to be quantized, and read its calibration text, unless that is given.
+
+    measuring  whether clip ratios are found by running the model; a plan alone has the same records with
+               ratios that nobody has measured
 
     Raises Refused for a source that is quantized already; UsageError for a text that gives nothing, or a
     device that is not there; SourceError for a source without a tokenizer.
@@ -99,9 +110,11 @@ def prepare(
         )
         warnings += _too_little(calibration, model)
     if runs_online(options):
-        online = _online(model, options, provider, turned, calibration, device)
+        online = _online(model, options, provider, turned, calibration if measuring else None, device)
         model = replace(model, online=online)
         warnings += _no_kernel(model)
+        if calibration is not None and not measuring:
+            warnings += (CLIPS_LATER,)
     schemes = None
     if asked.bpw is not None:
         from w4pack.convert.modeljobs.mixed import choose

@@ -17,6 +17,7 @@ from runner import Run, run
 from w4pack.convert.dialects.online import parse
 from w4pack.convert.errors import Refused, UsageError
 from w4pack.convert.files.provider import CheckpointProvider
+from w4pack.convert.modeljobs import prepared
 from w4pack.convert.modeljobs.online import NOTHING, Cache, Runtime, rotation_of, runtime_of
 from w4pack.convert.quantize import evaluation, skeleton
 from w4pack.convert.quantize.activations import fake_cache, fake_tokens
@@ -290,6 +291,20 @@ def test_the_artifact_records_everything_that_runs_online(full: tuple[Path, Path
     manifest = json.loads((full[0] / "w4pack.json").read_text())
     assert manifest["options"]["quantize"]["act_bits"] == 4
     assert manifest["rotation"]["mode"] == "full"
+
+
+def test_a_dry_run_plans_what_the_run_measures(
+    full: tuple[Path, Path], heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clip ratios come of running the model over the text, which may take minutes: a plan does not."""
+    monkeypatch.setattr(prepared, "find_clips", lambda *_: pytest.fail("a plan ran the model"))
+    words = ("--rotate", "full", "--quantize", "gptq", "--act-bits", 4, "--kv-bits", 4)
+    done = run(
+        "convert", heads, tmp_path / "out", *words, "--calibration", full[1], *FEW, "--dry-run", "--json"
+    )
+    plan = done.expect(0).plan
+    assert "clips-later" in {w["code"] for w in plan["warnings"]}
+    assert not (tmp_path / "out").exists()
 
 
 def test_eval_runs_it_at_the_recorded_bits_or_others(full: tuple[Path, Path], heads: Path) -> None:
