@@ -13,7 +13,7 @@ import torch
 
 from w4pack.convert.errors import UsageError
 from w4pack.kernels import arguments, launch
-from w4pack.kernels.quarot import quantize_plan, row_plan
+from w4pack.kernels.quarot import flat_plan, quantize_plan, row_plan
 from w4pack.kernels.quarot.calls import Form
 from w4pack.kernels.quarot.transform import Transform
 
@@ -52,6 +52,11 @@ class Task:
         return self.x.stride(0) if self.x.shape[0] > 1 else self.x.shape[1]
 
     @property
+    def size(self) -> int:
+        """Channels of a head, or 1."""
+        return self.k // self.heads if self.heads else 1
+
+    @property
     def acts(self) -> bool:
         """Whether x is gate and up."""
         return self.kind in ("silu", "gelu_tanh")
@@ -86,14 +91,16 @@ def run(task: Task) -> None:
             _cluster(card, stream, task, *spread)
             return
         room = _card(index)[0]
-        size = task.k // task.heads if task.heads else 1
-        found = (
-            quantize_plan.dense(task.transform, task.heads, size, room) if task.transform.factors else None
-        )
-        if found is None or task.gain is not None or task.form.width != task.k:
-            _any(card, stream, task, size, room)
-        else:
+        whole = task.transform.factors and task.gain is None and task.form.width == task.k
+        found = quantize_plan.dense(task.transform, task.heads, task.size, room) if whole else None
+        many = whole and flat_plan.is_chosen(task.x.shape[0], found is not None)
+        flat = _flat_of(card, task, room) if many else None
+        if flat is not None:
+            _flat(card, stream, task, *flat)
+        elif found is not None:
             _dense(card, stream, task, *found)
+        else:
+            _any(card, stream, task, room)
 
 
 def _spread(card: launch.Device, task: Task) -> tuple[int, quantize_plan.Dense, int] | None:
@@ -115,7 +122,7 @@ def _cluster(
         0,
         stream,
         task.x.data_ptr(),
-        _fragments(task.transform, form, m, dtype, card.index).data_ptr(),
+        _fragments_of(task, form, card.index),
         task.codes.data_ptr(),
         task.scales.data_ptr(),
         _long(task.ldx),
@@ -159,8 +166,34 @@ def _dense(card: launch.Device, stream: int, task: Task, row: quantize_plan.Dens
         row.threads,
         shared,
         stream,
+        *_transform_arguments(task, row, m, card.index),
+    )
+
+
+def _flat_of(card: launch.Device, task: Task, room: int) -> tuple[flat_plan.Flat, int] | None:
+    if card.arch != flat_plan.ARCH:
+        return None
+    return flat_plan.choose(task.transform, task.heads, task.size, task.acts, room)
+
+
+def _flat(card: launch.Device, stream: int, task: Task, row: flat_plan.Flat, m: int) -> None:
+    shared = row.shared_bytes(m, task.acts)
+    fitting = _card(card.index)[1] // (shared + quantize_plan.RESERVED)
+    launch.start(
+        card,
+        row.entry(arguments.NAMES[task.x.dtype]),
+        min(-(-task.x.shape[0] // row.turn_rows), card.multiprocessors * min(row.resident, fitting)),
+        row.threads,
+        shared,
+        stream,
+        *_transform_arguments(task, row, m, card.index),
+    )
+
+
+def _transform_arguments(task: Task, row: quantize_plan.Tiled, m: int, index: int) -> tuple[object, ...]:
+    return (
         task.x.data_ptr(),
-        _fragments(task.transform, row, m, arguments.NAMES[task.x.dtype], card.index).data_ptr(),
+        _fragments_of(task, row, index),
         task.codes.data_ptr(),
         task.scales.data_ptr(),
         _int(task.x.shape[0]),
@@ -174,8 +207,8 @@ def _dense(card: launch.Device, stream: int, task: Task, row: quantize_plan.Dens
     )
 
 
-def _any(card: launch.Device, stream: int, task: Task, size: int, room: int) -> None:
-    entries, words = _tables(task.transform, size, card.index)
+def _any(card: launch.Device, stream: int, task: Task, room: int) -> None:
+    entries, words = _tables(task.transform, task.size, card.index)
     grid = min(task.x.shape[0], 2 * card.multiprocessors)
     needed = 4 * task.k * quantize_plan.any_rows(task.transform)
     outside = needed > room - quantize_plan.ANY_FIXED
@@ -207,10 +240,27 @@ def _any(card: launch.Device, stream: int, task: Task, size: int, room: int) -> 
 
 
 @cache
-def _fragments(transform: Transform, row: quantize_plan.Dense, m: int, dtype: str, index: int) -> "Tensor":
+def _fragments(
+    transform: Transform, heads: int, size: int, index: int
+) -> dict[tuple[quantize_plan.Tiled, str], "Tensor"]:
+    """Return a transform's tables by form and dtype: of every form it takes, for few rows and for many."""
     _outside_capture(transform)
-    table = quantize_plan.fragments(transform, row, m, dtype)
-    return torch.from_numpy(table).to(torch.device("cuda", index))
+    arch, room, where = launch.device(index).arch, _card(index)[0], torch.device("cuda", index)
+    found: list[tuple[quantize_plan.Tiled, int] | None] = [quantize_plan.dense(transform, heads, size, room)]
+    if arch == flat_plan.ARCH:
+        found += [flat_plan.choose(transform, heads, size, acts, room) for acts in (False, True)]
+    spread = None if heads else quantize_plan.cluster(transform)
+    found += [spread[1:]] if spread else []
+    return {
+        (form, dtype): torch.from_numpy(quantize_plan.fragments(transform, form, m, dtype)).to(where)
+        for form, m in filter(None, found)
+        for dtype in arguments.NAMES.values()
+    }
+
+
+def _fragments_of(task: Task, form: quantize_plan.Tiled, index: int) -> int:
+    tables = _fragments(task.transform, task.heads, task.size, index)
+    return tables[form, arguments.NAMES[task.x.dtype]].data_ptr()
 
 
 @cache
@@ -242,9 +292,6 @@ def prepare(transform: Transform, heads: int, size: int, index: int) -> None:
         index: of the card.
     """
     with torch.cuda.device(index):
-        found = quantize_plan.dense(transform, heads, size, _card(index)[0]) if transform.factors else None
-        spread = None if heads else quantize_plan.cluster(transform)
-        for form, m in [*([found] if found else ()), *([spread[1:]] if spread else ())]:
-            for dtype in arguments.NAMES.values():
-                _fragments(transform, form, m, dtype, index)
+        if transform.factors:
+            _fragments(transform, heads, size, index)
         _tables(transform, size, index)

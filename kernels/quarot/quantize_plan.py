@@ -2,6 +2,7 @@
 
 rows    no transform: a row in registers (``row_plan``)
 cluster a few long rows of m * C values, m up to 32: eight blocks a row (``hadamard_cluster.cu``, sm_90a)
+flat    rows and heads of models, where there are many: without an exchange (``flat_plan``, sm_90a)
 dense   H_m ⊗ Sylvester of order C, or H_m across heads of C channels: m up to 64 on tensor cores, C inside
         registers with one exchange (``hadamard_dense.cu``)
 any     every other transform, factor by factor (``hadamard_any.cu``)
@@ -10,11 +11,12 @@ any     every other transform, factor by factor (``hadamard_any.cu``)
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import numpy as np
 
 from w4pack.convert.rotate import constructions
-from w4pack.kernels.quarot import row_plan
+from w4pack.kernels.quarot import flat_plan, row_plan
 from w4pack.kernels.quarot.file import File
 from w4pack.kernels.quarot.transform import Transform
 
@@ -126,8 +128,9 @@ def cluster(transform: Transform) -> tuple[int, Dense, int] | None:
 
 
 def files(arch: str) -> Iterator[File]:
-    """Yield what is compiled for an architecture: the same everywhere, and clusters where there are some."""
+    """Yield what is compiled for an architecture: the same everywhere, and more for sm_90a."""
     yield from row_plan.files(arch)
+    yield from flat_plan.files(arch)
     for dtype in DTYPES:
         number = dtype.upper()
         for log_slice in CLUSTER_SLICES if arch == "sm_90a" else ():
@@ -186,8 +189,19 @@ def _divides(transform: Transform, row: Dense) -> bool:
     return kind == "sylvester" and last >> row.log_c > 0
 
 
+class Tiled(Protocol):
+    """A compiled form with a table of H."""
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles of 16 of the table: (rows of H transposed, columns)."""
+
+    def __hash__(self) -> int:
+        """Return a hash: tables are kept by form."""
+
+
 @cache
-def fragments(transform: Transform, row: Dense, m: int, dtype: str) -> "np.ndarray":
+def fragments(transform: Transform, row: Tiled, m: int, dtype: str) -> "np.ndarray":
     """Return int32 (m-tiles, k-tiles, 32, 4): the leading m x m part of H, transposed, as A fragments.
 
     Register e of lane 4 g + t holds row g + 8 (e % 2), column 8 (e // 2) + 2 t in its upper half the next.

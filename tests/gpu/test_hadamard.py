@@ -21,6 +21,7 @@ TIES, SCALE = 1e-4, 4e-6
 ACTIVATED_TIES, ACTIVATED_SCALE = 2e-3, 1e-4
 DENSE = (1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 7168, 8192, 10240, 14336, 16384, 28672, 32768)
 WIDE = (4608, 4864, 5632, 9216, 11008, 12800, 13696, 18944, 21504, 22016, 25600)
+FLAT = (4096, 8192, 9216, 11008, 13824, 14336, 16384, 18944, 28672)  # has a form for many rows too
 ANY = (576, 896, 2304, 2880, 5376, 10944, 13824, 36864)
 MODES = ((4, 0.9, 1), (8, 1.0, 1), (4, 0.8, 2), (8, 0.95, 3), (8, 1.0, 0), (4, 1.0, 3), (16, 1.0, 0))
 
@@ -64,6 +65,31 @@ def compare(
     assert bool((a[:, y.shape[1] :] == 0).all())
 
 
+def many(m: int, k: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> torch.Tensor:
+    """Return so many rows that blocks take several; the first ones and the last ones are at the edges."""
+    x = normal(m, k, dtype, seed)
+    x[0], x[m - 1] = 0, 1
+    x[1, 7], x[2, k - 1] = float("inf"), float("nan")
+    x[m - 2, k - 1], x[m - 3, 0] = float("-inf"), float("nan")
+    return x
+
+
+def compare_many(
+    found: Found, y: torch.Tensor, dtype: torch.dtype, mode: tuple[int, float, int], **limits: float
+) -> None:
+    """Check what was made of ``many`` rows, or of some with an activation in front."""
+    m, n = y.shape
+    edges = [1, 2, m - 3, m - 2]
+    if mode[0] != 16:
+        natural = orders_int.natural(found[0], mode[2])
+        assert bool((natural[[0, *edges]] == 0).all()) and float(found[1][0]) == 1
+        assert bool(found[1][edges].isnan().all())
+    kept = torch.ones(m, dtype=torch.bool, device=y.device)
+    kept[edges] = False
+    scales = found[1][kept] if mode[0] != 16 else found[1]
+    compare((found[0][kept], scales), y[kept], dtype, mode, n, **limits)
+
+
 def transformed(v: torch.Tensor, transform: Transform, heads: int = 0) -> torch.Tensor:
     """Return the transform of float64 values."""
     if heads:
@@ -90,6 +116,75 @@ def test_transform_and_quantize(n: int, dtype: torch.dtype) -> None:
         compare(found, y, dtype, (bits, clip, order), n)
     found = ops.norm_quantize(x, None, 1e-5, transform.key, 4, 0.9, 1, n)
     compare(found, y * rms(x, 1e-5), dtype, (4, 0.9, 1), n)
+
+
+@pytest.mark.parametrize("n", FLAT)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_many_rows_take_the_kernel_without_an_exchange(n: int, dtype: torch.dtype) -> None:
+    """Odd numbers of rows, from few enough for one turn of a block to several; edge rows in between."""
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    transform = Transform.planned(n)
+    for m in (513, 1403):
+        x = many(m, n, dtype)
+        y = transformed(x.double(), transform)
+        for mode in MODES if m == 513 else MODES[:2]:
+            poison()
+            compare_many(ops.act_quantize(x, "none", transform.key, *mode, n), y, dtype, mode)
+        found = ops.norm_quantize(x, None, 1e-5, transform.key, 8, 1.0, 1, n)
+        compare_many(found, y * rms(x, 1e-5), dtype, (8, 1.0, 1))
+
+
+@pytest.mark.parametrize("n", FLAT)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_many_rows_behind_an_activation(n: int, activation: str) -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    transform = Transform.planned(n)
+    for m, dtype in ((513, torch.bfloat16), (1403, torch.float16)):
+        gate_up = normal(m, 2 * n, dtype)
+        y = transformed(quantize_reference.activation(gate_up, activation).double(), transform)
+        for mode in ((8, 1.0, 1), (4, 0.9, 2)):
+            poison()
+            found = ops.act_quantize(gate_up, activation, transform.key, *mode, n)
+            compare(found, y, dtype, mode, n, ACTIVATED_TIES, ACTIVATED_SCALE)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_many_rows_across_heads(heads: int, dtype: torch.dtype) -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    transform, k = Transform.planned(heads), 128 * heads
+    for m in (513, 1403):
+        x = many(m, k, dtype)
+        # An infinity or a NaN reaches its own channel of every head.
+        y = transformed(x.double(), transform, heads)
+        for mode in MODES:
+            poison()
+            compare_many(ops.heads_quantize(x, heads, transform.key, *mode, k), y, dtype, mode)
+
+
+def test_every_form_for_many_rows_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of the tests above are those of the plan, and each one's kernel runs on sm_90a."""
+    from w4pack.kernels import launch
+    from w4pack.kernels.quarot import flat_plan
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    if launch.device(0).arch != flat_plan.ARCH:
+        pytest.skip("the kernel is for sm_90a")
+    assert {size for row in flat_plan.FLATS for size in row.sizes} == {*FLAT, 32, 64}
+    names, start = [], launch.start
+    monkeypatch.setattr(
+        launch, "start", lambda card, name, *rest: (names.append(name), start(card, name, *rest))
+    )
+    for n in FLAT:
+        ops.act_quantize(normal(512, n), "none", Transform.planned(n).key, 8, 1.0, 1, n)
+    for heads in (32, 64):
+        ops.heads_quantize(
+            normal(512, 128 * heads), heads, Transform.planned(heads).key, 8, 1.0, 1, 128 * heads
+        )
+    assert names == [row.entry("fp16") for row in flat_plan.FLATS]
 
 
 @pytest.mark.parametrize("n", [2048, 8192, 14336, 28672, 11008])
@@ -274,14 +369,33 @@ def test_any_number_of_rows_and_a_stride(m: int) -> None:
             compare(plain, x.double() * rms(x, 1e-5), x.dtype, (4, 0.9, 1), n)
 
 
-def test_a_graph_replays_what_eager_computes() -> None:
+@pytest.mark.parametrize("rows", [4, 7, 600])
+def test_a_graph_replays_what_eager_computes(rows: int) -> None:
     from w4pack.kernels.quarot import quantize_launch
     from w4pack.kernels.quarot import quantize_ops as ops
 
     transform = Transform.planned(14336)
     quantize_launch.prepare(transform, 0, 1, 0)
-    x = normal(4, 14336)
+    x = normal(rows, 14336)
     eager = ops.act_quantize(x, "none", transform.key, 4, 0.9, 1, 14336)
+    check_captured(x, transform, eager)
+
+
+def test_one_call_prepares_every_number_of_rows() -> None:
+    from w4pack.kernels.quarot import quantize_launch
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    transform = Transform.planned(14336)
+    x = normal(600, 14336)
+    whole = ops.act_quantize(x, "none", transform.key, 4, 0.9, 1, 14336)
+    quantize_launch._fragments.cache_clear()
+    ops.act_quantize(x[:7], "none", transform.key, 4, 0.9, 1, 14336)
+    check_captured(x, transform, whole)
+
+
+def check_captured(x: torch.Tensor, transform: Transform, eager: Found) -> None:
+    from w4pack.kernels.quarot import quantize_ops as ops
+
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = ops.act_quantize(x, "none", transform.key, 4, 0.9, 1, 14336)
