@@ -44,14 +44,15 @@ def follow(prepared: Prepared, out: Path, running: Running, team: Team) -> Repor
 
 def _layers(prepared: Prepared, plan: Plan, team: Team) -> None:
     model = model_run(prepared, plan, team)
-    for index in range(model.layers):
-        step = team.told()
-        if step == QUANTIZE:
-            model.quantize(index)
-        elif step == REPEAT:
-            model.repeat(index, _not_asked)
-        else:
-            raise _lost("it was stopped")
+    with prepared.reading():
+        for index in range(model.layers):
+            step = team.told()
+            if step == QUANTIZE:
+                model.quantize(index)
+            elif step == REPEAT:
+                model.repeat(index, _not_asked)
+            else:
+                raise _lost("it was stopped")
     if team.told() != FINISHED:
         raise _lost("its result was not published")
 

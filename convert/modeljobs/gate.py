@@ -8,7 +8,7 @@ token whose choice hangs on the last bits may come out differently, and is count
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,9 @@ from torch import nn
 from w4pack.convert.errors import W4PackError
 from w4pack.convert.events import Reporter
 from w4pack.convert.files.provider import CheckpointProvider, Provider
+from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.files.tensorfile import TensorInfo
+from w4pack.convert.modeljobs.overlap import overlaps
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.rotation import rotation_of
 from w4pack.convert.quantize.skeleton import Skeleton, build
@@ -98,7 +100,13 @@ class _Pair:
     source: Provider
     rotated: Provider
     device: torch.device
+    ahead: ReadAhead | None = None
     report: GateReport = field(default_factory=GateReport)
+
+    def expect(self, skeleton: Skeleton, index: int) -> None:
+        """Have a layer read once for both models, if there is a thread for it and such a layer."""
+        if self.ahead is not None and index < len(skeleton.layers):
+            self.ahead.expect(skeleton.names_below(index), times=2)
 
     def skeletons(self) -> tuple[Skeleton, Skeleton]:
         """Build both models on ``meta``."""
@@ -125,13 +133,17 @@ def run_gate(
     rotated: Provider,
     plan: RotationPlan,
     device: str | torch.device = "cpu",
+    ahead: ReadAhead | None = None,
 ) -> GateReport:
     """Compare a rotated model with its source, layer by layer. Returns the figures.
 
-    Memory: one decoder layer in float32, the embeddings or the head, and the hidden states of 128 tokens.
-    Raises W4PackError (``rotation-differs``) naming the first layer that computes something else.
+    ``ahead``: what both providers read through, if a thread is to read the next layer.
+
+    Memory: one decoder layer in float32, the embeddings or the head, and the hidden states of 128 tokens;
+    with ``ahead`` one more layer as the file has it. Raises W4PackError (``rotation-differs``) naming the
+    first layer that computes something else.
     """
-    pair = _Pair(plan, config, source, rotated, torch.device(device))
+    pair = _Pair(plan, config, source, rotated, torch.device(device), ahead)
     with torch.no_grad():
         ours, theirs = pair.skeletons()
         tokens = _tokens(ours)
@@ -143,6 +155,7 @@ def run_gate(
         pair.report.tokens = tokens.numel()
         wanted = pair.expected(left.hidden[0])
         _compare(pair, "the embeddings", wanted, right.hidden[0], wanted, None)
+        pair.expect(ours, 0)
         for index in range(len(ours.layers)):
             _layer(pair, left, right, index)
         _logits(pair, left, right)
@@ -156,9 +169,13 @@ def check_rotation(
 
     Raises W4PackError if the rotated model is another one.
     """
-    provider = CheckpointProvider(source.checkpoint, torch.device(device))
-    plan = rotation_of(source, options)
-    report = run_gate(source.config, provider, Rotated(provider, plan, device), plan, device)
+    device, plan = torch.device(device), rotation_of(source, options)
+    provider: Provider = CheckpointProvider(source.checkpoint, device)
+    with ExitStack() as stack:
+        ahead = None
+        if overlaps(device):
+            provider = ahead = stack.enter_context(closing(ReadAhead(provider)))
+        report = run_gate(source.config, provider, Rotated(provider, plan, device), plan, device, ahead)
     reporter.event("gate", text=report.text(), **report.to_json())
     return report
 
@@ -180,6 +197,7 @@ def _layer(pair: _Pair, left: Stream, right: Stream, index: int) -> None:
         left.advance(layer, index)
     right.hidden[0] = before
     with _filled(right.skeleton, index) as layer, _online(pair.plan, right.skeleton, layer, index):
+        pair.expect(left.skeleton, index + 1)
         right.advance(layer, index)
     _compare(pair, name, pair.expected(left.hidden[0]), right.hidden[0], before, _near_ties(seen))
     pair.report.layers += 1

@@ -1,6 +1,7 @@
 """What is quantized: a 16-bit source, rotated or not, its calibration tokens, the device."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +12,11 @@ from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.dialects.online import ACT_SITES, parse
 from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.files.provider import CheckpointProvider, Provider
+from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.jobs.conversion import Running, check_device, folder_of
 from w4pack.convert.modeljobs.clipping import find_clips
 from w4pack.convert.modeljobs.online import runtime_of
+from w4pack.convert.modeljobs.overlap import overlaps
 from w4pack.convert.planning.online import model_of, records, runs_online
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantizing import ModelTensors, linears_of
@@ -42,6 +45,7 @@ class Prepared:
     options      as recorded: of the calibration file only the name
     calibration  None for methods that need none
     schemes      linear -> scheme, where they were chosen by measurement
+    ahead        what the provider reads through where a layer is read while another is in work
     """
 
     source: Source
@@ -53,6 +57,11 @@ class Prepared:
     calibration: Calibration | None
     warnings: tuple[Warning_, ...] = ()
     schemes: Mapping[str, QuantScheme] | None = None
+    ahead: ReadAhead | None = None
+
+    def reading(self) -> AbstractContextManager[object]:
+        """Return a block behind which no thread reads any more."""
+        return nullcontext() if self.ahead is None else closing(self.ahead)
 
     @property
     def windows(self) -> torch.Tensor:
@@ -93,6 +102,9 @@ def prepare(
     found = unquantized(source, options)
     model, turned, warnings = found.model, found.rotation, found.warnings
     provider: Provider = CheckpointProvider(source.checkpoint, device)
+    ahead = None
+    if overlaps(device):
+        provider = ahead = ReadAhead(provider)
     if turned is not None:
         from w4pack.convert.rotate.rotated import Rotated
 
@@ -124,7 +136,7 @@ def prepare(
         asked_for = default_schemes(model, options)
         schemes = choose(asked_for, provider, TARGETS[options.to], asked.bpw, device)
     recorded = as_recorded(options) if texts is None else as_recorded(options, texts[1])
-    return Prepared(source, provider, model, recorded, origin, device, calibration, warnings, schemes)
+    return Prepared(source, provider, model, recorded, origin, device, calibration, warnings, schemes, ahead)
 
 
 def _online(

@@ -187,7 +187,8 @@ class Captured:
             self.block.choose(self.codes, self.errors, levels)
         torch.cuda.current_stream(device).wait_stream(aside)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # other threads may read files to the card and pack tiles meanwhile; theirs is not captured
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.block.choose(self.codes, self.errors, levels)
 
     def run(self, block: _Block, codes: torch.Tensor, errors: torch.Tensor) -> None:

@@ -56,6 +56,11 @@ class Skeleton:
             )
         return found
 
+    def names_below(self, index: int) -> list[str]:
+        """Return the checkpoint's names of a decoder layer's tensors."""
+        prefix = self.prefix(index)
+        return [name for path, name in self.names.items() if path.startswith(prefix)]
+
     def fill(self, module: nn.Module, prefix: str) -> None:
         """Put a module's tensors in memory, from the checkpoint."""
         self.fill_from(module, prefix, self.read)

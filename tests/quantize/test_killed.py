@@ -15,8 +15,8 @@ KILLED = """
 import os, signal
 from w4pack.convert.modeljobs import quantized
 original, seen = quantized.QuantizeRun._written, []
-def written(self, number, op, made):
-    found = original(self, number, op, made)
+def written(self, op, made):
+    found = original(self, op, made)
     seen.append(op.source)
     if len(seen) == 11:
         os.kill(os.getpid(), signal.SIGKILL)
