@@ -27,7 +27,7 @@ from w4pack.convert.jobs.execute import StopFlag
 from w4pack.convert.jobs.work import Packer, packs_tiles
 from w4pack.convert.planning.options import HUB_FILE_LIMIT, ConvertOptions
 from w4pack.convert.planning.plan import Plan
-from w4pack.convert.planning.quantize_options import QuantizeOptions
+from w4pack.convert.planning.quantize_options import CALIBRATED, QuantizeOptions
 from w4pack.convert.planning.quantizing import memory_of
 from w4pack.convert.planning.show import plan_event, text
 from w4pack.convert.planning.targets import TARGETS
@@ -82,12 +82,23 @@ def _quantize_options(given: Given) -> QuantizeOptions | None:
     chosen = {n: given[n] for n in names if given[n] is not None and given[n] != ()}
     if given["quantize"] is None:
         for name, value in chosen.items():
-            flag = OPPOSITES[name] if value is False else "--" + name.replace("_", "-")
+            flag = _flag(name, value)
             raise UsageError(f"`{flag}` has no meaning without `--quantize`", where=flag)
         return None
+    if given["quantize"] == "rtn":
+        idle = [_flag(name, chosen[name]) for name in CALIBRATED if name in chosen]
+        idle += ["--seed"] if given["seed"] and given["rotate"] == "none" else []
+        for flag in idle:
+            what = f"`{flag}` has no meaning with `--quantize rtn`, which calibrates nothing"
+            raise UsageError(what, where=flag, expected="--quantize gptq")
     if "module_bits" in chosen:
         chosen["module_bits"] = tuple(chosen["module_bits"])
     return QuantizeOptions(given["quantize"], **chosen)
+
+
+def _flag(name: str, value: object) -> str:
+    """Return an option of quantization as it was given."""
+    return OPPOSITES[name] if value is False else "--" + name.replace("_", "-")
 
 
 def _packer(given: Given, options: ConvertOptions, packer_on: PackerOn) -> tuple[Packer | None, str | None]:

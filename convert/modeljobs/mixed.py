@@ -46,8 +46,12 @@ def choose(
     target: Target,
     wanted: float,
     device: torch.device,
+    fixed: Mapping[str, QuantScheme] | None = None,
 ) -> dict[str, QuantScheme]:
-    """Return a scheme for each linear. ``linears``: the schemes they would have, of one group size and width.
+    """Return a scheme for each linear.
+
+    linears  the schemes they would have, of one group size and width
+    fixed    of the other quantized linears, whose bits were given: they count in the sum
 
     Raises Refused where even the cheapest schemes take more than ``wanted`` bits per weight, or where the
     target knows one scheme for all.
@@ -60,8 +64,8 @@ def choose(
             hint="`--to marlin`, `--to gptq` and `--to compressed-tensors` carry several",
         )
     sets = [_measured(names, linears, provider, target, device) for names in _sets(linears)]
-    weights = sum(s.in_features * s.out_features for s in linears.values())
-    spent = sum(one.steps[0][0] for one in sets)
+    weights = _weights(linears) + _weights(fixed or {})
+    spent = sum(one.steps[0][0] for one in sets) + _cost(fixed or {}, target)
     if spent > wanted * weights:
         raise Refused(
             "no schemes take so few bits per weight",
@@ -108,18 +112,25 @@ def _measured(
         schemes = {n: replace(linears[n], bits=bits, group_size=size) for n in names}
         if any(not _holds(target, s) for s in schemes.values()):
             continue
-        plans = [LayerPlan(n, n, "quantize", s) for n, s in schemes.items()]
-        weights = sum(s.in_features * s.out_features for s in schemes.values())
-        cost = bits_per_weight(plans, target.layout or "") * weights
+        cost = _cost(schemes, target)
         error = sum(_error(samples[n], s) for n, s in schemes.items())
         if not steps or error < steps[-1][1]:  # a step that costs more and loses more is none
             steps.append((cost, error, schemes))
     if not steps:
         own = {n: linears[n] for n in names}
-        plans = [LayerPlan(n, n, "quantize", s) for n, s in own.items()]
-        weights = sum(s.in_features * s.out_features for s in own.values())
-        steps = [(bits_per_weight(plans, target.layout or "") * weights, 0.0, own)]
+        steps = [(_cost(own, target), 0.0, own)]
     return _Set(steps)
+
+
+def _weights(schemes: Mapping[str, QuantScheme]) -> int:
+    """Return the number of weights."""
+    return sum(s.in_features * s.out_features for s in schemes.values())
+
+
+def _cost(schemes: Mapping[str, QuantScheme], target: Target) -> float:
+    """Return the bits that linears take, scales and zeros included."""
+    plans = [LayerPlan(name, name, "quantize", s) for name, s in schemes.items()]
+    return bits_per_weight(plans, target.layout or "") * _weights(schemes)
 
 
 def _holds(target: Target, scheme: QuantScheme) -> bool:

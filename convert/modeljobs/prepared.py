@@ -130,11 +130,12 @@ def prepare(
     schemes = None
     if asked.bpw is not None:
         from w4pack.convert.modeljobs.mixed import choose
-        from w4pack.convert.planning.quantizing import default_schemes
+        from w4pack.convert.planning.quantizing import default_schemes, fixed_schemes
         from w4pack.convert.planning.targets import TARGETS
 
         asked_for = default_schemes(model, options)
-        schemes = choose(asked_for, provider, TARGETS[options.to], asked.bpw, device)
+        fixed = fixed_schemes(model, options)
+        schemes = choose(asked_for, provider, TARGETS[options.to], asked.bpw, device, fixed)
     recorded = as_recorded(options) if texts is None else as_recorded(options, texts[1])
     return Prepared(source, provider, model, recorded, origin, device, calibration, warnings, schemes, ahead)
 

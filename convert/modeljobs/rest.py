@@ -4,12 +4,15 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from w4pack.convert.jobs import manifest, sidefiles
 from w4pack.convert.jobs.staging import write_file
+from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import FORMAT_VERSION, Plan
+from w4pack.convert.planning.quantize_options import CALIBRATED, QuantizeOptions
 from w4pack.convert.planning.quantizing import layer_index
 from w4pack.convert.planning.record import to_plain
 from w4pack.convert.quantize.pictures import over_layers
@@ -77,6 +80,21 @@ def _by_layer(errors: Mapping[str, Mapping[int, list[float]]]) -> dict[str, list
     }
 
 
+def effective(chosen: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return name of each setting that acts -> (value, default), of the options that a plan records."""
+    usual = asdict(ConvertOptions())
+    asked, own = chosen["quantize"], asdict(QuantizeOptions())
+    found = {name: (value, own[name]) for name, value in asked.items()}
+    if asked["method"] == "rtn":
+        found = {name: pair for name, pair in found.items() if name not in CALIBRATED}
+    if asked["bpw"] is not None:  # chosen for each linear
+        found = {name: pair for name, pair in found.items() if name not in ("bits", "group_size")}
+    rotate = chosen.get("rotate", usual["rotate"])
+    names = ["rotate", "ignore", *(["tp"] if rotate == "full" else [])]
+    names += ["seed"] if asked["method"] == "gptq" or rotate != "none" else []
+    return found | {name: (chosen.get(name, usual[name]), usual[name]) for name in names}
+
+
 def write_rest(
     folder: Path,
     written: manifest.Written,
@@ -93,5 +111,6 @@ def write_rest(
         write_file(folder / name, data)
         side_files[name] = hashlib.sha256(data).hexdigest()
     titles = {name: title for name, (title, _) in shown.items()}
-    text = card(plan, report(plan, written.reports, outcome, titles)) if card else None
+    told = report(plan, written.reports, outcome, titles, settings=effective(plan.options))
+    text = card(plan, told) if card else None
     sidefiles.write_rest(folder, plan, source.config, side_files, value, text)

@@ -161,6 +161,7 @@ class ConvertOptions:
             "--round-scales": self.round_scales,
             "--zero-reading": self.zero_reading,
             "--source-format": self.source_format,
+            "--ignore-key": self.ignore_key,
         }
         for option, given in packed_only.items():
             if given:

@@ -11,6 +11,7 @@ METHODS = ("gptq", "rtn")
 GROUP_SIZES = (ONE_GROUP, 32, 64, 128)
 BITS = (4, 8)
 LEFT = 16  # bits of a linear that is left as it is
+CALIBRATED = ("gptaq", "calibration", "samples", "seqlen", "damp")  # settings that only gptq has
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,17 @@ def default_schemes(model: ModelTensors, options: ConvertOptions) -> dict[str, Q
     return {n: _scheme(info, settings.bits, settings, target) for n, info in free.items()}
 
 
+def fixed_schemes(model: ModelTensors, options: ConvertOptions) -> dict[str, QuantScheme]:
+    """Return linear -> scheme for those that a rule gives bits to."""
+    settings, target = options.quantize, TARGETS[options.to]
+    if settings is None:
+        raise ValueError("quantization needs options")
+    linears = linears_of(model.infos)
+    bits, reasons = _bits_of(linears, options, settings)
+    fixed = {n: count for n, count in bits.items() if n not in reasons}
+    return {n: _scheme(linears[n], count, settings, target) for n, count in fixed.items()}
+
+
 def _bits_of(
     linears: Mapping[str, TensorInfo], options: ConvertOptions, settings: QuantizeOptions
 ) -> tuple[dict[str, int], dict[str, str]]:

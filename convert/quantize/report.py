@@ -11,13 +11,7 @@ class _Planned(Protocol):
     """The part of a plan that is told (plans live above this module)."""
 
     @property
-    def options(self) -> Mapping[str, Any]: ...
-
-    @property
     def quantization(self) -> Mapping[str, Any] | None: ...
-
-    @property
-    def rotation(self) -> Mapping[str, Any] | None: ...
 
 
 def report(
@@ -25,23 +19,25 @@ def report(
     reports: Mapping[str, Mapping[str, Any]],
     outcome: Mapping[str, Any],
     pictures: Mapping[str, str] | None = None,
+    *,
+    settings: Mapping[str, tuple[Any, Any]],
 ) -> str:
     """Return the report: settings, calibration, errors by kind of linear, the worst ones, what fell back.
 
-    ``pictures``: file name beside the report -> title.
+    settings  name of each setting that acts -> (value, default)
+    pictures  file name beside the report -> title
     """
     layers = {name: r for name, r in reports.items() if "error" in r}
     shown = [f"![{title}]({name})" for name, title in (pictures or {}).items()]
-    parts = [_settings(plan, outcome), _kinds(layers), *shown, _worst(layers), _fallbacks(layers)]
+    parts = [_settings(plan, outcome, settings), _kinds(layers), *shown, _worst(layers), _fallbacks(layers)]
     parts += [_damped(layers), _experts(outcome)]
     return "\n\n".join(part for part in parts if part)
 
 
-def _settings(plan: _Planned, outcome: Mapping[str, Any]) -> str:
-    asked, record = plan.options["quantize"], plan.quantization or {}
-    lines = [f"- {key.replace('_', ' ')}: {_shown(value)}" for key, value in asked.items()]
+def _settings(plan: _Planned, outcome: Mapping[str, Any], settings: Mapping[str, tuple[Any, Any]]) -> str:
+    record = plan.quantization or {}
+    lines = [f"- {key.replace('_', ' ')}: {_beside(*pair)}" for key, pair in settings.items()]
     lines.append(f"- bits per weight of the quantized linears, scales included: {record['bits_per_weight']}")
-    lines.append(f"- rotation: {plan.rotation['mode'] if plan.rotation else 'none'}")
     text = record.get("calibration")
     if text:
         lines.append(
@@ -54,6 +50,12 @@ def _settings(plan: _Planned, outcome: Mapping[str, Any]) -> str:
             f"{outcome['kl']:.4f} nats a token"
         )
     return "\n".join(lines)
+
+
+def _beside(value: Any, default: Any) -> str:
+    """Return a value and its default."""
+    value, default = _shown(value), _shown(default)
+    return f"{value} (default)" if value == default else f"{value} (default {default})"
 
 
 def _shown(value: Any) -> str:
