@@ -175,7 +175,7 @@ def run_ours(row: Row, given: argparse.Namespace, watch: Watch) -> None:
     watch.around(quantized, "model_run", "load")
     watch.around(Skeleton, "fill", "load")
     watch.around(Rotated, "get", "quantize")
-    for name in ("_copied", "_written", "_journal"):
+    for name in ("_copied", "_written", "_finished", "_journal"):
         watch.around(quantized.QuantizeRun, name, "save")
     watch.around(quantized, "write_rest", "save")
     asked = QuantizeOptions(

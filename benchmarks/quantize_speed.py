@@ -10,7 +10,11 @@ memory of both is printed, which says whether it grows with depth.
 
 The floor is what no arrangement avoids: one pass of the calibration tokens through the quantized and the
 source's layer, half of each H (it is symmetric) and all of each D, at the rate of a large bfloat16 product
-that is measured first. Times of parts are taken with a synchronisation around each, so they add up.
+that is measured first.
+
+Times are those of a run in which nothing is measured. What they go to is taken in a second one (``--parts``),
+with a synchronisation around each part: there the parts of the main thread add up to a time that is longer,
+and what the threads that read and write do meanwhile is listed apart.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import argparse
 import json
 import resource
 import shutil
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -138,36 +143,51 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 class Clock:
-    """Seconds of each part; a part within another is taken off it."""
+    """Seconds of each part, of the main thread and of the others; a part within another is taken off it."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._inner: list[float] = []
+        self.main: dict[str, float] = defaultdict(float)
+        self.meanwhile: dict[str, float] = defaultdict(float)
+        self._here = threading.local()
 
     def wrap(self, owner: Any, name: str, part: str) -> None:
         """Measure every call of a function of a class or a module."""
         original: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **more: Any) -> Any:
-            torch.cuda.synchronize()
-            started = time.monotonic()
-            self._inner.append(0.0)
-            try:
+            with self._timed(part):
                 return original(*args, **more)
-            finally:
-                torch.cuda.synchronize()
-                spent = time.monotonic() - started
-                self.seconds[part] += spent - self._inner.pop()
-                if self._inner:
-                    self._inner[-1] += spent
 
         setattr(owner, name, timed)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        leads = threading.current_thread() is threading.main_thread()
+        inner: list[float] = self._here.__dict__.setdefault("inner", [])
+        _settle(leads)
+        started = time.monotonic()
+        inner.append(0.0)
+        try:
+            yield
+        finally:
+            _settle(leads)
+            spent = time.monotonic() - started
+            (self.main if leads else self.meanwhile)[part] += spent - inner.pop()
+            if inner:
+                inner[-1] += spent
+
+
+def _settle(leads: bool) -> None:
+    """Wait for the card. Not in other threads: they would wait for the main one's arithmetic."""
+    if leads:
+        torch.cuda.synchronize()
 
 
 def instrument() -> Clock:
     """Put clocks around the parts of the work."""
     from w4pack.convert.files.provider import CheckpointProvider
-    from w4pack.convert.modeljobs import quantized
+    from w4pack.convert.files.readahead import ReadAhead
+    from w4pack.convert.modeljobs import overlap, quantized
     from w4pack.convert.quantize import gptq, grids, linears, stream
     from w4pack.convert.quantize.hessian import Statistics
     from w4pack.convert.quantize.skeleton import Skeleton
@@ -176,7 +196,9 @@ def instrument() -> Clock:
     clock = Clock()
     for owner, name, part in (
         (quantized, "check_rotation", "equality gate"),
-        (CheckpointProvider, "_read", "reading files"),
+        (CheckpointProvider, "_read", "reading files, to the card"),
+        (ReadAhead, "get", "waiting for the thread that reads"),
+        (overlap.Behind, "wait", "waiting for the thread that writes"),
         (Rotated, "get", "rotation"),
         (Skeleton, "fill", "placing weights"),
         (stream.Stream, "run", "layers' own arithmetic"),
@@ -186,7 +208,8 @@ def instrument() -> Clock:
         (gptq, "solve", "choosing codes"),
         (linears, "_better", "measuring errors"),
         (linears, "_finish", "packing words, to the host"),
-        (quantized.QuantizeRun, "_written", "tiles, writing, hashing"),
+        (quantized.QuantizeRun, "_written", "tiles, writing"),
+        (quantized.QuantizeRun, "_finished", "hashing"),
         (quantized.QuantizeRun, "_copied", "copied tensors"),
         (quantized.QuantizeRun, "_journal", "fsync and journal"),
     ):
@@ -205,7 +228,9 @@ def calibration(work: Path) -> Iterator[Path]:
     path.unlink()
 
 
-def measure(shapes: Shapes, layers: int, given: argparse.Namespace, clock: Clock) -> dict[str, Any]:
+def measure(
+    shapes: Shapes, layers: int, given: argparse.Namespace, clock: Clock | None = None
+) -> dict[str, Any]:
     """Write a model, convert it, remove both. Returns the figures."""
     from w4pack.kernels.packing import packer_on
 
@@ -216,7 +241,9 @@ def measure(shapes: Shapes, layers: int, given: argparse.Namespace, clock: Clock
     write_model(source, shapes, layers)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    clock.seconds.clear()
+    if clock is not None:
+        clock.main.clear()
+        clock.meanwhile.clear()
     with calibration(work) as text:
         asked = QuantizeOptions(
             method="gptq",
@@ -234,14 +261,21 @@ def measure(shapes: Shapes, layers: int, given: argparse.Namespace, clock: Clock
         seconds = time.monotonic() - started
     shutil.rmtree(source)
     shutil.rmtree(out)
-    parts = dict(sorted(clock.seconds.items(), key=lambda item: -item[1]))
+    parts, meanwhile = ({}, {}) if clock is None else (_sorted(clock.main), _sorted(clock.meanwhile))
+    if clock is not None:
+        parts["the rest"] = seconds - sum(parts.values())
     return {
         "layers": layers,
         "seconds": seconds,
-        "parts": {**parts, "the rest": seconds - sum(parts.values())},
+        "parts": parts,
+        "meanwhile": meanwhile,
         "gpu_gib": torch.cuda.max_memory_allocated() / 2**30,
         "host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
+
+
+def _sorted(seconds: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def rate() -> float:
@@ -257,17 +291,25 @@ def rate() -> float:
     return float(10 * 2 * 8192**3 / (time.monotonic() - started))
 
 
-def show(shapes: Shapes, found: list[dict[str, Any]], speed: float) -> str:
-    """Return the figures for people."""
+def _table(found: list[dict[str, Any]]) -> str:
+    """Return the figures of runs for people."""
     lines = []
     for value in found:
         lines.append(
             f"{value['layers']} layers: {value['seconds']:.1f} s, peak {value['gpu_gib']:.2f} GiB on the GPU,"
             f" {value['host_gib']:.2f} GiB of host memory"
         )
-        lines += [f"    {part:28} {s:7.2f} s" for part, s in value["parts"].items()]
+        lines += [f"    {part:36} {s:7.2f} s" for part, s in value["parts"].items()]
+        if value["meanwhile"]:
+            lines.append("  meanwhile, in threads:")
+            lines += [f"    {part:36} {s:7.2f} s" for part, s in value["meanwhile"].items()]
+    return "\n".join(lines)
+
+
+def _whole(shapes: Shapes, found: list[dict[str, Any]], speed: float) -> str:
+    """Return the floor of a layer and, from two runs, the time of a layer and of the whole model."""
     floor = shapes.floor(SAMPLES * SEQLEN) / speed
-    lines.append(f"floor of a layer: {floor:.2f} s at {speed / 1e12:.0f} TFLOP/s")
+    lines = [f"floor of a layer: {floor:.2f} s at {speed / 1e12:.0f} TFLOP/s"]
     if len(found) > 1:
         first, last = found[0], found[-1]
         each = (last["seconds"] - first["seconds"]) / (last["layers"] - first["layers"])
@@ -289,6 +331,7 @@ def main() -> None:
     parser.add_argument("--layers", type=lambda s: [int(i) for i in s.split(",")], default=[4, 12])
     parser.add_argument("--rotate", choices=["none", "offline"], default="offline")
     parser.add_argument("--no-gptaq", action="store_true", help="GPTQ without the shift")
+    parser.add_argument("--parts", action="store_true", help="then measure what the time goes to")
     parser.add_argument("--pack", action="store_true", help="make the tiles on the GPU")
     parser.add_argument("--vocabulary", type=int, help="another size of the embeddings")
     parser.add_argument("--json", help="also write the figures to this file")
@@ -297,13 +340,18 @@ def main() -> None:
     if given.vocabulary:
         shapes = replace(shapes, vocabulary=given.vocabulary)
     Path(given.work).mkdir(parents=True, exist_ok=True)
-    clock, speed = instrument(), rate()
-    measure(SHAPES["tiny"], 1, given, clock)  # imports, the libraries' first calls
+    speed = rate()
+    measure(SHAPES["tiny"], 1, given)  # imports, the libraries' first calls
     found = []
     for layers in given.layers:
-        found.append(measure(shapes, layers, given, clock))
-        print(show(shapes, found[-1:], speed), flush=True)
-    print(show(shapes, found, speed), flush=True)
+        found.append(measure(shapes, layers, given))
+        print(_table(found[-1:]), flush=True)
+    print(_whole(shapes, found, speed), flush=True)
+    if given.parts:
+        print("with a synchronisation around each part:")
+        clock = instrument()
+        found += [measure(shapes, given.layers[-1], given, clock)]
+        print(_table(found[-1:]), flush=True)
     if given.json:
         Path(given.json).write_text(json.dumps({"rate": speed, "runs": found}, indent=1))
 
