@@ -127,14 +127,20 @@ class LayerWork:
         with self._watched(self.layer, self.sets, arrived):
             stream.advance(self.layer, self.index)
 
-    def _references(self, number: int, sets: Sequence[InputSet]) -> dict[str, torch.Tensor]:
-        """Return the source model's inputs of linears that are not routed, for one batch."""
-        if self.source is None:
+    def _references(self, number: int, sets: Sequence[InputSet], *, last: bool) -> dict[str, torch.Tensor]:
+        """Return the source model's inputs of linears that are not routed, for one batch.
+
+        ``last``: nothing is asked of the source after this, so its tokens go on to the layer's end.
+        """
+        if self.source is None or not (last or any(not one.routed for one in sets)):
             return {}
         layer, stream = self.source
         seen: dict[str, torch.Tensor] = {}
-        with self._noted(layer, sets, seen, stop=True):
-            self._until(layer, stream, number)
+        with self._noted(layer, sets, seen, stop=not last):
+            if last:
+                stream.hidden[number] = stream.run(layer, self.index, stream.hidden[number])
+            else:
+                self._until(layer, stream, number)
         return seen
 
     @contextmanager
@@ -157,18 +163,26 @@ class LayerWork:
 
     def _in_stages(self, stream: Stream) -> None:
         batches = len(stream.hidden) if self.team is None else self.team.total(len(stream.hidden))
-        for stage in self._stages(stream):
+        stages = self._stages(stream)
+        for stage in stages:
             for number in range(len(stream.hidden)):
-                self._collect(stream, number, stage, -(-SAMPLE // batches))
+                references = self._references(number, stage, last=stage is stages[-1])
+                self._collect(stream, number, stage, references, -(-SAMPLE // batches))
             for one in stage:
                 self._merge(one, stream.skeleton.device)
                 self._quantize(one)
         stream.advance(self.layer, self.index)
-        if self.source is not None:
+        if self.source is not None and not stages:
             self.source[1].advance(self.source[0], self.index)
 
-    def _collect(self, stream: Stream, number: int, stage: Sequence[InputSet], share: int) -> None:
-        references = self._references(number, stage)
+    def _collect(
+        self,
+        stream: Stream,
+        number: int,
+        stage: Sequence[InputSet],
+        references: Mapping[str, torch.Tensor],
+        share: int,
+    ) -> None:
         waiting = {one.members[0] for one in stage}
 
         def arrived(one: InputSet, x: torch.Tensor) -> None:
