@@ -10,7 +10,7 @@ import pytest
 
 from w4pack.kernels import build, tiles
 
-MOST_BYTES = 60_000_000  # of a wheel
+MOST_BYTES = 90_000_000  # installed; a wheel, 60 MB at most, holds them compressed (tests/package)
 
 
 @pytest.fixture(scope="module")
