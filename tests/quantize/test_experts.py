@@ -72,26 +72,68 @@ def test_experts_keep_the_names_that_the_class_maps(done: Path) -> None:
     assert "model.layers.0.block_sparse_moe.gate.weight" in manifest(done)["tensors"]
 
 
-def test_f75_experts_that_see_few_tokens_are_rounded_listed_and_alike(book: Path, tmp_path: Path) -> None:
-    model = sources.mixtral(experts=8)
+def routed(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a model of 8 experts: only the letter Q goes to expert 6, and only Z to expert 5.
+
+    What attention adds is 0, so that a router sees tokens alone. Of their 64 numbers, one is the same for
+    all of them, one is Q's and one Z's.
+    """
+    model = sources.mixtral(experts=8, num_hidden_layers=1)
     with torch.no_grad():
-        for layer in model.model.layers:
-            router = layer.mlp.gate.weight
-            router[5] = 0.0
-            router[5, :] = -100 * torch.sign(router.sum(0))
-    source = sources.save(model, tmp_path / "src", torch.bfloat16)
-    quantize(source, tmp_path / "out", text=book).expect(0)
-    value = manifest(tmp_path / "out")
-    starved = {n: e for n, e in value["layers"].items() if ".experts." in n and e["tokens"] < 64}
-    assert starved
-    for name, entry in starved.items():
-        assert entry["method"] == "rtn" and "tokens, fewer than" in entry["note"], name
-    assert "tokens, fewer than" in (tmp_path / "out" / "README.md").read_text()
-    schemes = {e["scheme"] for n, e in value["layers"].items() if ".experts." in n}
-    assert schemes == {"4 bit g32 sym"}
+        table, layer = model.model.embed_tokens.weight, model.model.layers[0]
+        table[:, 61:] = torch.tensor([1.0, 0.0, 0.0])
+        table[token("Q"), 62] = table[token("Z"), 63] = 1.0
+        layer.self_attn.o_proj.weight.zero_()
+        router = layer.mlp.gate.weight
+        router[5:7] = 0.0
+        router[5:7, 61] = -4.0
+        router[5, 63] = router[6, 62] = 6.0  # more, and the others are equal after a softmax
+    return sources.save(model, folder, dtype)
+
+
+def token(letter: str) -> int:
+    from tokenizers import pre_tokenizers
+
+    return sorted(pre_tokenizers.ByteLevel.alphabet()).index(letter)
+
+
+@pytest.mark.parametrize("batch", [4096, 128])  # tokens that go through a layer at a time: all, a few
+@pytest.mark.parametrize("shift", ["--gptaq", "--no-gptaq"])
+def test_f75_an_expert_of_no_token_and_one_of_three_are_rounded_listed_and_alike(
+    batch: int, shift: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from w4pack.convert.quantize import whole
+
+    monkeypatch.setattr(whole, "BATCH_TOKENS", {"cpu": batch, "cuda": batch})
+    source, letters = routed(tmp_path / "src"), list(book.read_text())
+    assert not {"Q", "Z"} & set(letters)
+    for place in (7, 200, 401):
+        letters[place] = "Q"
+    (tmp_path / "text.txt").write_text("".join(letters))
+    quantize(source, tmp_path / "out", shift, text=tmp_path / "text.txt").expect(0)
+    value, card = manifest(tmp_path / "out"), (tmp_path / "out" / "README.md").read_text()
+    prefix = "model.layers.0.block_sparse_moe.experts"
+    counts = value["quantization"]["expert_tokens"][prefix]
+    assert counts[5:7] == [0, 3] and sum(counts) == 8 * 64 * 2 and max(counts) >= 64
+    assert f"| `{prefix}` | 8 | 0 | {max(counts)} | {8 * 64 * 2} |" in card
+    for expert, count in enumerate(counts):
+        for part in ("w1", "w2", "w3"):
+            name = f"{prefix}.{expert}.{part}"
+            entry, few = value["layers"][name], f"{count} tokens, fewer than 64"
+            assert (entry["tokens"], entry["scheme"]) == (count, "4 bit g32 sym"), name
+            assert (entry["method"], entry.get("note")) == (("rtn", few) if count < 64 else ("gptq", None)), (
+                name
+            )
+            (line,) = [x for x in card.splitlines() if x.startswith(f"- {few}: ")] or [""]
+            assert (f"`{name}`" in line) is (count < 64), name
     for linear in oracle.decode_folder(tmp_path / "out").values():
         scales = oracle.widen(linear.scales, linear.tag)
         assert np.isfinite(scales).all() and (scales > 0).all()
+    for prompt in ("Z" * 40, "Q" * 40):  # every token goes there
+        (tmp_path / "prompt.txt").write_text(prompt)
+        words = ("--text", tmp_path / "prompt.txt", "--seqlen", 32, "--against", source, "--json")
+        told = run("eval", tmp_path / "out", *words).expect(0).data
+        assert np.isfinite(told["perplexity"]) and 0 < told["kl_mean"] < 0.5, prompt
 
 
 def test_experts_in_many_batches_are_counted_the_same(
