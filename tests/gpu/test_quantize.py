@@ -86,7 +86,7 @@ def test_sums_of_16_bit_inputs_are_those_of_float64(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "behind other work"])
 def test_a_tensor_comes_to_the_card_as_it_lies_in_the_file(busy: bool, tmp_path: Path) -> None:
-    """Two buffers are filled while the card may be far behind: no part is overwritten before it is fetched."""
+    """Two buffers are filled while the card may be far behind: none is overwritten before it is fetched."""
     names = {"w": torch.bfloat16, "v": torch.float32, "empty": torch.float16}
     made = {"w": torch.randn(700, 1001).bfloat16(), "v": torch.randn(3, 5), "empty": torch.empty(0, 4).half()}
     save_file(made, tmp_path / "model.safetensors")
@@ -133,6 +133,30 @@ def test_f78_a_model_is_quantized_where_its_auxiliary_tensors_are(
     done = command("convert", source, tmp_path / "out", "--rotate", rotate, "--calibration", text, *WORDS)
     assert done.returncode == 0, done.stderr[-3000:]
     assert all(0 <= e["error"] <= e["rtn_error"] for e in layers_of(tmp_path / "out").values())
+
+
+ALONE = """
+from w4pack.convert.modeljobs import overlap
+overlap.OVERLAPPED = ()
+from w4pack.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("rotate", ["none", "offline"])
+def test_threads_that_read_and_write_change_no_byte(rotate: str, tmp_path: Path) -> None:
+    from quantize import sources
+
+    source = sources.save(sources.llama(num_hidden_layers=5), tmp_path / "src", torch.bfloat16)
+    text = sources.text(tmp_path / "book.txt")
+    words = ("--rotate", rotate, "--calibration", text, *WORDS)
+    done = command("convert", source, tmp_path / "threads", *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone = [sys.executable, "-c", ALONE, "convert", source, tmp_path / "alone", *words]
+    done = subprocess.run([*map(str, alone)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for path in (tmp_path / "alone").iterdir():
+        assert path.read_bytes() == (tmp_path / "threads" / path.name).read_bytes(), path.name
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
