@@ -1,6 +1,7 @@
 """A few products of every tile, small enough for compute-sanitizer (``run_all.sh sanitizer``)."""
 
 import itertools
+from unittest import mock
 
 import cases
 import torch
@@ -8,6 +9,7 @@ import torch
 from w4pack.kernels import gemm_launch, launch, moe_launch, moe_tiles, ops, reference, tiles
 from w4pack.kernels.arguments import Packed
 from w4pack.kernels.quarot import (
+    flat_plan,
     int_launch,
     int_moe_launch,
     int_moe_tiles,
@@ -17,6 +19,8 @@ from w4pack.kernels.quarot import (
     kv_layout,
     kv_reference,
     orders_int,
+    quantize_ops,
+    quantize_reference,
 )
 from w4pack.kernels.quarot.calls import Attention, GroupedProduct, Product
 from w4pack.kernels.quarot.transform import Transform
@@ -49,6 +53,7 @@ def main() -> None:
     integers()
     integer_experts()
     caches()
+    quantizers()
     torch.cuda.synchronize()
     print("done")
 
@@ -156,6 +161,31 @@ def caches() -> None:
                 size,
                 bits,
             )
+
+
+def quantizers() -> None:
+    """Quantize rows of every form: without a transform; with one, as many as blocks take in several turns."""
+    for k in (72, 4096, 8192, 14336):
+        x, width = torch.randn(5, 2 * k, device="cuda").half(), -(-k // 64) * 64
+        quantize_ops.norm_quantize(x[:, :k], torch.ones(k, device="cuda"), 1e-5, "", 4, 0.9, 2, width)
+        quantize_ops.act_quantize(x, "silu", "", 8, 1.0, 1, width)
+    with mock.patch.object(flat_plan, "MANY", 1):
+        for row in flat_plan.FLATS:
+            key = Transform.planned(row.sizes[0]).key
+            n = row.sizes[0] * (1 if row.steps else row.columns)
+            heads = 0 if row.steps else row.sizes[0]
+            for m in (1, 301):
+                x = torch.randn(m, n, device="cuda").half()
+                if heads:
+                    found = quantize_ops.heads_quantize(x, heads, key, 8, 1.0, 1, n)
+                    y = quantize_reference.across_heads(x, heads, Transform.of(key))
+                else:
+                    found = quantize_ops.act_quantize(x, "none", key, 8, 1.0, 1, n)
+                    y = quantize_reference.apply(x.double(), Transform.of(key))
+                wanted = quantize_reference.codes(y.float(), x.dtype, 8, 1.0, 1, n)
+                assert int((found[0].int() - wanted[0].int()).abs().max()) <= 1, (row, m)
+                if row.acts:
+                    quantize_ops.act_quantize(torch.cat((x, x), 1), "gelu_tanh", key, 4, 0.9, 2, n)
 
 
 if __name__ == "__main__":
