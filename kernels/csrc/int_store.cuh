@@ -23,10 +23,14 @@ template <class T> struct SpreadStore {
     return staging + of_warp * T::WARP_ROWS_BYTES;
   }
   DEVICE void bring_scales(int token0) const {
+    // One address for all: six would cost the registers of other values.
+    const float *const from = p.act_scales + token0 + lane;
+    const int left = p.m - token0 - lane;
+    const u32 to = rows_of(warp) + SCALES_AT + lane * 4;
 #pragma unroll
     for (int i = 0; i < T::TOKENS; i += 32)
       if (T::TOKENS % 32 == 0 || i + lane < T::TOKENS)
-        ptx::store_shared_4(rows_of(warp) + SCALES_AT + (i + lane) * 4, scaling.act_scale(token0 + i + lane));
+        ptx::store_shared_4(to + i * 4, i < left ? __ldcg(from + i) * T::FOLD : 0.0f);
     __syncwarp();
   }
   // A token tile's values, scaled only now: all of them at once would not fit beside their sums.
