@@ -15,6 +15,7 @@ from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.quantize.grids import Grid, expand
 from w4pack.convert.quantize.hessian import factor
 
+PANELS = 8  # of a product with a triangle
 BLOCK = 64  # inputs whose mutual updates are made one by one; later inputs get them in one product
 
 
@@ -107,8 +108,30 @@ def _move(
 
     ``weights`` lie in natural order, and so do the rows of ``shift``; all else is in the order of GPTQ.
     """
-    moved = torch.linalg.multi_dot([upper.T, upper, shift.T, weights])  # in the cheapest order
+    inputs, outputs = weights.shape
+    if work.device.type == "cuda" and outputs < 1.5 * inputs:  # a CPU's sums keep the order that they have
+        moved = triangular_product(upper, triangular_product(upper, shift.T @ weights), transposed=True)
+    else:
+        moved = torch.linalg.multi_dot([upper.T, upper, shift.T, weights])  # in the cheapest order
     work.add_(moved, alpha=strength)
+
+
+def triangular_product(
+    upper: torch.Tensor, values: torch.Tensor, *, transposed: bool = False
+) -> torch.Tensor:
+    """Return ``upper @ values`` or ``upper.T @ values``, (K, K) by (K, N).
+
+    In panels of rows that leave out the zeros below the diagonal: nine sixteenths of the products remain.
+    """
+    made = torch.empty_like(values)
+    step = -(-upper.shape[0] // PANELS)
+    for start in range(0, upper.shape[0], step):
+        rows = slice(start, start + step)
+        if transposed:
+            torch.mm(upper[: rows.stop, rows].T, values[: rows.stop], out=made[rows])
+        else:
+            torch.mm(upper[rows, start:], values[start:], out=made[rows])
+    return made
 
 
 def _groups(scheme: QuantScheme, device: torch.device) -> torch.Tensor:

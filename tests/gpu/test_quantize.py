@@ -84,6 +84,19 @@ def test_sums_of_16_bit_inputs_are_those_of_float64(dtype: torch.dtype) -> None:
     assert float((shift - exact).abs().max()) < 4e-3 * float(exact.abs().max())
 
 
+@pytest.mark.parametrize("outputs", [96, 2048], ids=["by triangles", "in the cheapest order"])
+def test_the_shift_moves_weights_as_float64_does(outputs: int) -> None:
+    weights, inputs = drawn(512, outputs)
+    found = gptq.factored(inputs.T @ inputs / 2048, 0.03)
+    assert found is not None
+    shift = 0.01 * drawn(512, 512, seed=2)[0]
+    work = torch.zeros_like(weights)
+    gptq._move(work, weights, shift, found.upper, 0.25)
+    upper = found.upper.double()
+    wanted = 0.25 * (upper.T @ (upper @ (shift.double().T @ weights.double())))
+    assert float((work - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
+
+
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "behind other work"])
 def test_a_tensor_comes_to_the_card_as_it_lies_in_the_file(busy: bool, tmp_path: Path) -> None:
     """Two buffers are filled while the card may be far behind: none is overwritten before it is fetched."""

@@ -367,3 +367,13 @@ def test_a_full_shift_is_least_squares() -> None:
     gptq._move(work, weights, shift, found.upper, 1.0)
     wanted = torch.linalg.lstsq(seen.double(), source.double() @ weights.double()).solution
     assert torch.allclose(work.double(), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 64, 203])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_with_a_triangle_leaves_out_zeros_alone(size: int, transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(size)
+    upper = torch.triu(torch.randint(-9, 10, (size, size), generator=generator).double())
+    values = torch.randint(-9, 10, (size, 7), generator=generator).double()  # whole numbers: sums are exact
+    wanted = (upper.T if transposed else upper) @ values
+    assert torch.equal(gptq.triangular_product(upper, values, transposed=transposed), wanted)
