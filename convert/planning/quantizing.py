@@ -22,6 +22,7 @@ from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Op, OutTensor, Plan, SourceFile, layer_specs, target_settings
 from w4pack.convert.planning.quantize_options import QuantizeOptions, named_by, read_rule
 from w4pack.convert.planning.targets import TARGETS, Target
+from w4pack.convert.quantize.settings import STAGE_BYTES
 
 LEFT = 16  # bits of a linear that is left as it is
 FLOATS = ("F16", "BF16", "F32")
@@ -316,8 +317,8 @@ def _tokens_of(plan: Plan) -> int | None:
 def memory_of(plan: Plan) -> int:
     """Return about how many bytes a quantization needs beside the interpreter and torch; on a CPU.
 
-    Embeddings, head and norms; one layer, twice with GPTAQ; the widest Hessian and what is made of it; the
-    calibration tokens between two layers and inside one.
+    Embeddings, head and norms; one layer, twice with GPTAQ; the widest Hessian and what is made of it; those
+    of experts, up to their bound; the calibration tokens between two layers and inside one.
     """
     schemes = {layer.source: layer.scheme for layer in plan.layers}
     sizes: dict[int, int] = {}
@@ -332,4 +333,15 @@ def memory_of(plan: Plan) -> int:
     outside = sum(math.prod(d.shape) for d in plan.dense if len(d.shape) == 2)
     hidden = min(s.in_features for s in schemes.values())
     streams = 3 * tokens * hidden + 4 * min(tokens, 8192) * widest
-    return WIDE * (outside + 3 * max(sizes.values()) + 8 * widest * widest + 6 * largest + streams)
+    hessians = min(_expert_hessians(schemes), STAGE_BYTES["cpu"])
+    return hessians + WIDE * (outside + 3 * max(sizes.values()) + 8 * widest * widest + 6 * largest + streams)
+
+
+def _expert_hessians(schemes: Mapping[str, QuantScheme]) -> int:
+    """Return the bytes of the Hessians of all experts of a layer that are made in one run of it."""
+    total: dict[tuple[int, str], int] = {}
+    for name, s in schemes.items():
+        if families.expert_index(name) is not None:
+            stage = layer_index(name), name.rpartition(".")[2]
+            total[stage] = total.get(stage, 0) + WIDE * s.in_features * s.in_features
+    return max(total.values(), default=0)

@@ -19,12 +19,11 @@ from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.quantize.hessian import Statistics
 from w4pack.convert.quantize.linears import Quantized, Sample, quantize_set
 from w4pack.convert.quantize.overflow import largest_finite, not_finite, size
-from w4pack.convert.quantize.settings import Settings
+from w4pack.convert.quantize.settings import STAGE_BYTES, Settings
 from w4pack.convert.quantize.stream import Stream
 from w4pack.convert.quantize.team import Team
 
 SAMPLE = 128  # inputs that errors are measured with
-STAGE_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # of Hessians that exist at a time
 
 
 class _Arrived(Exception):

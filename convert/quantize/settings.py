@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+STAGE_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # of experts' Hessians that exist at a time, one at the least
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:

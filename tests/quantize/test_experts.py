@@ -97,8 +97,7 @@ def token(letter: str) -> int:
     return sorted(pre_tokenizers.ByteLevel.alphabet()).index(letter)
 
 
-@pytest.mark.parametrize("batch", [4096, 128])  # tokens that go through a layer at a time: all, a few
-@pytest.mark.parametrize("shift", ["--gptaq", "--no-gptaq"])
+@pytest.mark.parametrize(("batch", "shift"), [(4096, "--no-gptaq"), (128, "--gptaq")])
 def test_f75_an_expert_of_no_token_and_one_of_three_are_rounded_listed_and_alike(
     batch: int, shift: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
