@@ -245,14 +245,16 @@ class QuantizeRun:
         left = [
             (n, op) for n, op in enumerate(self.plan.ops) if op.kind == "layer" and n not in self.finished
         ]
-        for number, op in left:
+        names = [f"{op.source}.weight" for _, op in left]
+        for place, (number, op) in enumerate(left):
             self._stop_here()
-            made = self._rounded(op)
-            self._behind.do(partial(self._keep_one, number, op, made))
+            weight = self.provider.get(names[place]).to(self.prepared.device)
+            if self.prepared.ahead is not None:
+                self.prepared.ahead.expect(names[place + 1 : place + 2])
+            self._behind.do(partial(self._keep_one, number, op, self._rounded(op, weight)))
         self._behind.do(self._flush)
 
-    def _rounded(self, op: Op) -> Quantized:
-        weight = self.provider.get(f"{op.source}.weight").to(self.prepared.device)
+    def _rounded(self, op: Op, weight: torch.Tensor) -> Quantized:
         schemes = {op.source: self.plans[op.source].scheme}
         made = quantize_set({op.source: weight}, schemes, None, None, settings_of(self.prepared.options))
         return made[op.source][0]

@@ -75,18 +75,18 @@ def test_the_files_are_those_of_a_run_without_threads(
     monkeypatch: pytest.MonkeyPatch,
     reads: Reads,
 ) -> None:
-    text = None if "rtn" in options else book
-    words = (*options, "--group-size", 32)
-    run_of = quantize(deep, tmp_path / "plain", *words, text=text).expect(0)
+    given = () if "rtn" in options else ("--calibration", book, *FEW)
+    words = ("--json", *options, "--group-size", 32, *given)
+    alone = run("convert", deep, tmp_path / "alone", *words).expect(0)
     assert {thread for thread, _ in reads} == {"MainThread"}
     reads.clear()
     monkeypatch.setattr(overlap, "OVERLAPPED", ("cpu",))
-    threaded = quantize(deep, tmp_path / "threads", *words, text=text).expect(0)
-    assert tree(tmp_path / "threads") == tree(tmp_path / "plain")
-    told = [[e for e in r.events if e["event"] in ("layer", "note", "gate")] for r in (run_of, threaded)]
+    threaded = run("convert", deep, tmp_path / "threads", *words).expect(0)
+    assert tree(tmp_path / "threads") == tree(tmp_path / "alone")
+    told = [[e for e in r.events if e["event"] in ("layer", "note", "gate")] for r in (alone, threaded)]
     assert [e.get("name") for e in told[0]] == [e.get("name") for e in told[1]]  # in the same order
     ahead = {n for (thread, n), _ in reads.items() if thread == "w4pack-read" and ".mlp.up_proj" in n}
-    layers = {"gptq": {2, 3}, "rotated": {0, 1, 2, 3}, "rtn": set()}
+    layers = {"gptq": {2, 3}, "rotated": {0, 1, 2, 3}, "rtn": {0, 1, 2, 3}}
     kind = "rotated" if "offline" in options else options[1]
     assert ahead == {f"model.layers.{i}.mlp.up_proj.weight" for i in layers[kind]}
 
@@ -227,10 +227,10 @@ def test_what_nobody_can_read_is_refused_as_without_threads(
     deep: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing_reads(monkeypatch, lambda thread: True)
-    plain = quantize(deep, tmp_path / "out", text=book).expect(1)
+    alone = quantize(deep, tmp_path / "out", text=book).expect(1)
     monkeypatch.setattr(overlap, "OVERLAPPED", ("cpu",))
     threaded = quantize(deep, tmp_path / "out", text=book).expect(1)
-    assert plain.error == threaded.error
+    assert alone.error == threaded.error
     assert threaded.error["code"] == "unreadable"
     assert not (tmp_path / "out").exists()
 
