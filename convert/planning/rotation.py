@@ -60,7 +60,7 @@ def decide_rotation(
     made = {d.name: _tag(infos[d.source].dtype, forced) for d in dense if d.name in plan.steps}
     if forced is not None:
         made |= {d.name: forced for d in dense if infos[d.source].dtype in dtypes.FLOAT_TAGS}
-    warnings = (*plan.warnings, *_untied(source, plan))
+    warnings = (*stale(source), *plan.warnings, *_untied(source, plan))
     return Decisions((), tuple(dense), (), plan.config_changes, warnings, False), plan, made
 
 
@@ -81,6 +81,20 @@ def refuse_packed(source: Source) -> None:
         found=f"{first.layout}, {first.scheme.label()}",
         hint=f"`w4pack convert {source.checkpoint.store.label} OUT --to dense` makes a 16-bit model of it; "
         "the error of its quantization stays",
+    )
+
+
+def stale(source: Source) -> tuple[Warning_, ...]:
+    """Warn of quantization settings beside weights that are not packed."""
+    if source.quant_config is None:
+        return ()
+    return (
+        Warning_(
+            "stale-config",
+            f"{source.quant_file}: quantization settings",
+            "none, as every weight is 16 bit",
+            f"{source.quant_config.get('quant_method', 'some')}; left out of the output",
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
 from w4pack.convert.planning.online import refuse_other_targets
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantizing import ModelTensors
-from w4pack.convert.planning.rotation import decide_rotation, refuse_packed
+from w4pack.convert.planning.rotation import decide_rotation, refuse_packed, stale
 from w4pack.convert.rotate.plan import RotationPlan
 from w4pack.convert.source.detect import Source
 
@@ -38,7 +38,7 @@ def unquantized(source: Source, options: ConvertOptions) -> Unquantized:
     infos, rotation = dict(source.checkpoint.tensors), None
     if options.rotate != "none":
         decided, rotation, _ = decide_rotation(source, options)
-        changes, warnings = rotation.config_changes, warnings + decided.warnings
+        changes, warnings = rotation.config_changes, decided.warnings
         infos |= {new: _like(infos[start], new) for new, start in rotation.added.items()}
         infos = {name: infos[name] for name in sorted(infos, key=natural_key)}
         asked = options.quantize
@@ -79,18 +79,9 @@ def refuse_quantized(source: Source) -> tuple[Warning_, ...]:
             found=f"{strange[0].dtype} ({method})",
             hint="quantize the checkpoint that it was made from",
         )
-    if source.quant_config is None:
-        if source.problems:
-            raise Refused.together(source.problems)
-        return ()
-    return (
-        Warning_(
-            "stale-config",
-            f"{source.quant_file}: quantization settings",
-            "none, as every weight is 16 bit",
-            f"{source.quant_config.get('quant_method', 'some')}; left out of the output",
-        ),
-    )
+    if source.quant_config is None and source.problems:
+        raise Refused.together(source.problems)
+    return stale(source)
 
 
 def _rotated_rtn() -> Warning_:

@@ -168,10 +168,16 @@ def test_gptq_is_nearer_to_the_source_than_rounding_and_the_shift_is_nearer_stil
 # ---- sources --------------------------------------------------------------------------------------------
 
 
-def test_f80_a_source_that_is_quantized_is_refused_with_the_way(demo: Path, tmp_path: Path) -> None:
-    done = run("convert", demo, tmp_path / "out", "--quantize", "rtn", "--json").expect(3)
-    assert done.error["code"] == "already-quantized"
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_f80_a_source_that_is_quantized_is_refused_with_the_way(
+    method: str, demo: Path, tmp_path: Path
+) -> None:
+    done = run("convert", demo, tmp_path / "out", "--quantize", method, "--json").expect(3)
+    assert done.error["code"] == "already-quantized" and done.error["found"].startswith("gptq, 4 bit")
     assert "--to dense" in done.error["hint"] and "error" in done.error["hint"]
+
+
+TURNED = ("--rotate", "offline")
 
 
 def test_f80_settings_of_a_quantizer_beside_16_bit_weights_are_left_out(llama: Path, tmp_path: Path) -> None:
@@ -182,11 +188,15 @@ def test_f80_settings_of_a_quantizer_beside_16_bit_weights_are_left_out(llama: P
     config = json.loads((stale / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 8, "group_size": 128}
     (stale / "config.json").write_text(json.dumps(config))
-    done = run("convert", stale, tmp_path / "out", "--quantize", "rtn", "--group-size", 32, "--json").expect(
-        0
-    )
-    assert any(e.get("code") == "stale-config" for e in done.events)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["bits"] == 4
+    for number, words in enumerate(
+        (("--quantize", "rtn"), ("--quantize", "rtn", *TURNED), ("--to", "dense", *TURNED))
+    ):
+        out = tmp_path / str(number)
+        done = run("convert", stale, out, *words, "--json").expect(0)
+        told = [e for e in done.events if e.get("code") == "stale-config"]
+        assert len(told) == 1 and "gptq; left out" in told[0]["found"]
+        settings = json.loads((out / "config.json").read_text()).get("quantization_config")
+        assert settings is None if "dense" in words else settings["bits"] == 4
 
 
 def test_f80_fp8_weights_are_refused(llama: Path, tmp_path: Path) -> None:
@@ -200,15 +210,12 @@ def test_f80_fp8_weights_are_refused(llama: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors, folder / "model.safetensors")
-    done = run("convert", folder, tmp_path / "out", "--quantize", "rtn", "--json").expect(3)
-    assert done.error["code"] in (
-        "already-quantized",
-        "fp8-weight",
-        "foreign-weight",
-        "dtype-unknown",
-        "method-unknown",
-    )
-    assert name in json.dumps(done.error)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config))
+    done = run("convert", folder, tmp_path / "out", "--quantize", "gptq", "--json").expect(3)
+    assert (done.error["code"], done.error["where"]) == ("already-quantized", name)
+    assert done.error["found"] == "F8_E4M3 (fp8)" and "quantize the checkpoint" in done.error["hint"]
 
 
 # ---- resume ---------------------------------------------------------------------------------------------
