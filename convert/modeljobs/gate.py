@@ -140,7 +140,7 @@ def run_gate(
     ``ahead``: what both providers read through, if a thread is to read the next layer.
 
     Memory: one decoder layer in float32, the embeddings or the head, and the hidden states of 128 tokens;
-    with ``ahead`` one more layer as the file has it. Raises W4PackError (``rotation-differs``) naming the
+    with ``ahead`` two layers as the file has them. Raises W4PackError (``rotation-differs``) naming the
     first layer that computes something else.
     """
     pair = _Pair(plan, config, source, rotated, torch.device(device), ahead)
@@ -196,8 +196,8 @@ def _layer(pair: _Pair, left: Stream, right: Stream, index: int) -> None:
     with _filled(left.skeleton, index) as layer, _routers(layer) as seen:
         left.advance(layer, index)
     right.hidden[0] = before
+    pair.expect(left.skeleton, index + 1)
     with _filled(right.skeleton, index) as layer, _online(pair.plan, right.skeleton, layer, index):
-        pair.expect(left.skeleton, index + 1)
         right.advance(layer, index)
     _compare(pair, name, pair.expected(left.hidden[0]), right.hidden[0], before, _near_ties(seen))
     pair.report.layers += 1

@@ -351,13 +351,15 @@ def test_expected_tensors_are_read_once_and_handed_out_as_often_as_said(ahead: R
     assert ahead.source.asked == ["t3", "t1", "t3"]
 
 
-def test_what_is_not_used_up_is_let_go_with_the_next_call(ahead: ReadAhead) -> None:
+def test_what_is_not_used_up_is_let_go_with_the_next_call_but_one(ahead: ReadAhead) -> None:
     ahead.source.gate.clear()
     ahead.expect(["t0", "t1", "t2"])
-    ahead.expect(["t4"])
+    ahead.expect(["t1", "t4"])
+    ahead.expect(["t5"])
     ahead.source.gate.set()
-    assert ahead.get("t4").item() == 4.0
+    assert [ahead.get(name).item() for name in ("t5", "t4", "t1")] == [5.0, 4.0, 1.0]
     assert "t2" not in ahead.source.asked  # was not begun yet
+    assert ahead.source.asked.count("t1") == 1
     assert ahead._coming == {}
 
 
