@@ -137,6 +137,11 @@ quantize_options = _options(
         "--damp", type=float, help="Damping, a share of the Hessian's mean diagonal; 0.03 by default."
     ),
     click.option(
+        "--max-kl",
+        type=click.FloatRange(0),
+        help="Divergence from the source, nats a token, above which nothing is published; 4 by default.",
+    ),
+    click.option(
         "--act-bits",
         type=RUN_BITS,
         callback=_number,

@@ -22,7 +22,7 @@ from w4pack.convert.events import (
     time_text,
     warning_fields,
 )
-from w4pack.convert.jobs.conversion import MEMORY, Report, Running, check_device
+from w4pack.convert.jobs.conversion import MAX_KL, MEMORY, Report, Running, check_device
 from w4pack.convert.jobs.execute import StopFlag
 from w4pack.convert.jobs.work import Packer, packs_tiles
 from w4pack.convert.planning.options import HUB_FILE_LIMIT, ConvertOptions
@@ -52,6 +52,7 @@ def _running(given: Given, stop: StopFlag, reporter: Reporter, packer: Packer | 
         stop,
         given.get("device") or "cpu",
         packer,
+        MAX_KL if given.get("max_kl") is None else given["max_kl"],
     )
 
 
@@ -79,18 +80,19 @@ def _convert_options(given: Given) -> ConvertOptions:
 def _quantize_options(given: Given) -> QuantizeOptions | None:
     """Return how to quantize. Raises UsageError for its options without `--quantize`."""
     names = [f.name for f in fields(QuantizeOptions) if f.name != "method"]
-    chosen = {n: given[n] for n in names if given[n] is not None and given[n] != ()}
+    chosen = {n: given[n] for n in [*names, "max_kl"] if given[n] is not None and given[n] != ()}
     if given["quantize"] is None:
         for name, value in chosen.items():
             flag = _flag(name, value)
             raise UsageError(f"`{flag}` has no meaning without `--quantize`", where=flag)
         return None
     if given["quantize"] == "rtn":
-        idle = [_flag(name, chosen[name]) for name in CALIBRATED if name in chosen]
+        idle = [_flag(name, chosen[name]) for name in (*CALIBRATED, "max_kl") if name in chosen]
         idle += ["--seed"] if given["seed"] and given["rotate"] == "none" else []
         for flag in idle:
             what = f"`{flag}` has no meaning with `--quantize rtn`, which calibrates nothing"
             raise UsageError(what, where=flag, expected="--quantize gptq")
+    chosen.pop("max_kl", None)  # decides no bytes
     if "module_bits" in chosen:
         chosen["module_bits"] = tuple(chosen["module_bits"])
     return QuantizeOptions(given["quantize"], **chosen)

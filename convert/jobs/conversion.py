@@ -55,6 +55,9 @@ def check_device(name: str) -> None:
         )
 
 
+MAX_KL = 4.0  # nats a token, mean: above it the result is no longer the model
+
+
 @dataclass(frozen=True, slots=True)
 class Running:
     """How to run: none of this decides bytes, but the last bits of what a device computes.
@@ -62,6 +65,7 @@ class Running:
     threads  0: one per core, at most 8
     device   where quantization computes: ``cpu``, ``cuda`` or ``cuda:1``
     packer   makes Marlin tiles, e.g. ``kernels.packing.packer_on("cuda")``; None: numpy does, on the CPU
+    max_kl   divergence, nats a token, above which a calibrated quantization is not published
     """
 
     threads: int = 0
@@ -72,6 +76,7 @@ class Running:
     stop: StopFlag = field(default_factory=StopFlag)
     device: str = "cpu"
     packer: work.Packer | None = None
+    max_kl: float = MAX_KL
 
     @property
     def workers(self) -> int:

@@ -58,7 +58,6 @@ from w4pack.convert.quantize.whole import ModelRun
 from w4pack.convert.source.detect import Source
 
 STRENGTH = 0.25  # of GPTAQ, chosen on text that is neither calibrated nor measured with (docs/benchmarks.md)
-KL_LIMIT = 4.0  # nats a token, mean: above it the result is no longer the model, and is not published
 # What a leader says to its team (``quantize.team``) before a layer, and at the end.
 QUANTIZE, REPEAT, STOPPED, FINISHED = "quantize", "repeat", "stopped", "finished"
 COPY_BYTES = 1 << 24  # of a copied tensor that are written at a time
@@ -314,14 +313,16 @@ class QuantizeRun:
         counts = self._expert_tokens()
         if counts:
             self.outcome["expert_tokens"] = counts
-        if not found.kl <= KL_LIMIT:
+        limit = self.running.max_kl
+        if not found.kl <= limit:
             raise VerifyError(
                 "the quantized model no longer predicts what the source does; nothing is published",
                 code="quality",
                 where=f"{found.tokens} calibration tokens",
-                expected=f"a divergence of at most {KL_LIMIT} nats a token",
+                expected=f"a divergence of at most {limit:g} nats a token",
                 found=f"{found.kl:.3f}",
-                hint="more bits, smaller groups, `--rotate offline` or more calibration text lose less",
+                hint="more bits, smaller groups, `--rotate offline` or more calibration text lose less; "
+                "`--max-kl NATS` allows more",
             )
 
     def _expert_tokens(self) -> dict[str, list[int]]:

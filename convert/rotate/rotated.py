@@ -150,12 +150,13 @@ class Rotated:
         if not is_finite(made):
             finite = torch.isfinite(made)
             place = [int(i) for i in (~finite).nonzero()[0]]
+            exact = float(self.get(name, torch.float64)[tuple(place)])
             raise Refused(
                 f"a weight is too large for {str(made.dtype).removeprefix('torch.')}",
                 code="overflow",
                 where=f"{name}{place}",
                 expected=f"at most {torch.finfo(made.dtype).max:g}",
-                found=f"more, in {int((~finite).sum())} of {made.numel()} values",
+                found=f"{exact:.6g}; too large are {int((~finite).sum())} of {made.numel()} values",
                 hint="`--dtype bfloat16` holds them",
             )
 

@@ -127,7 +127,7 @@ def test_the_card_lists_what_acts_beside_its_default_and_nothing_else(
 
 IDLE = (
     ("--gptaq",), ("--no-gptaq",), ("--calibration", "x.txt"), ("--samples", 128), ("--seqlen", 32),
-    ("--damp", 0.03), ("--seed", 1),
+    ("--damp", 0.03), ("--seed", 1), ("--max-kl", 2),
 )  # fmt: skip
 
 

@@ -350,11 +350,18 @@ def test_f81_a_result_that_no_longer_predicts_is_not_published(
         return original(15 - codes, *rest)
 
     monkeypatch.setattr(linears, "_finish", broken)
-    monkeypatch.setattr("w4pack.convert.modeljobs.quantized.KL_LIMIT", 0.5)
-    done = quantize(llama, tmp_path / "out", text=book).expect(4)
-    assert done.error["code"] == "quality"
+    done = quantize(llama, tmp_path / "out", "--max-kl", 0.5, text=book).expect(4)
+    assert (done.error["code"], done.error["expected"]) == (
+        "quality",
+        "a divergence of at most 0.5 nats a token",
+    )
+    assert "--max-kl" in done.error["hint"] and float(done.error["found"]) > 0.5
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob("*.w4pack-staging"))
+    quantize(llama, tmp_path / "out", "--max-kl", "inf", text=book).expect(0)
+    assert manifest(tmp_path / "out")["quantization"]["kl"] == pytest.approx(
+        float(done.error["found"]), abs=1e-3
+    )
 
 
 # ---- shapes ---------------------------------------------------------------------------------------------

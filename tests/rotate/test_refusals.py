@@ -286,3 +286,4 @@ def test_a_weight_that_float16_cannot_hold(folders: dict[str, Path], tmp_path: P
             provider.get(name, torch.float16)
     assert caught.value.code == "overflow"
     assert caught.value.where is not None and caught.value.where.startswith(f"{name}[3, ")
+    assert caught.value.found is not None and abs(float(caught.value.found.split(";")[0])) > 65504
