@@ -7,7 +7,11 @@
 // fp16 has 10 mantissa bits. 0x6400 is 1024.0, where the last bit is worth 1: OR-ing a code q into bits 0..3 gives
 // 1024 + q. 0x5400 is 64.0, where bit 4 is worth 1: a code in bits 4..7 gives 64 + q without a shift. So a word needs
 // one shift and four OR. Subtracting 1024 + z or 64 + z is exact (Sterbenz), and what is left is q - z.
-// bf16 has 7 mantissa bits: 0x4300 is 128.0, where the last bit is worth 1; every nibble must be shifted to bit 0.
+// bf16 has 7 mantissa bits: 0x4300 is 128.0, where the last bit is worth 1, but no mantissa holds a code in bits
+// 4..7 so. They are the last bit of the exponent and the first three of the mantissa: alone in a number they make the
+// subnormals and the first normals, 16 q times 2^-133 on one line. One multiply-add by 2^127 makes (q - z) / 4 of that,
+// another by 1/4 the same of 128 + q, so a word needs one shift as in fp16. All is exact; the sums are multiplied by 4
+// at their end (`in_units`, weights.cuh).
 // 8-bit codes: a byte under 0x64 is 1024 + q in fp16. bf16 cannot hold 128 + q for q > 127, so the byte goes under
 // the fp32 number 0x4B000000 = 8388608.0, whose last bit is worth 1; q - z then fits bf16's 8 significant bits.
 #pragma once
@@ -24,8 +28,11 @@ template <> struct Zero<FP16, 4> {
   }
 };
 template <> struct Zero<BF16, 4> {
-  u32 low;
-  DEVICE void set(u32 z) { low = 0x43004300u + z * 0x00010001u; }
+  u32 low, high;  // -(128 + z) / 4, -z / 4
+  DEVICE void set(u32 z) {
+    low = 0xC200C200u + z * 0x00010001u;
+    high = Number<BF16>::multiply_add(0x43004300u + z * 0x00010001u, 0xBE80BE80u, 0x42004200u);
+  }
 };
 template <> struct Zero<FP16, 8> {
   u32 low;
@@ -36,7 +43,11 @@ template <> struct Zero<BF16, 8> {
   DEVICE void set(u32 z) { low = 8388608.0f + static_cast<float>(z); }
 };
 
-// The A operand q - z of one 16 x 16 tile, from a lane's word (4 bit) or two words (8 bit: column g8, column g8 + 8).
+// What operands are multiplied by to be q - z.
+template <int ACT, int BITS> constexpr float OPERAND_UNIT = ACT == BF16 && BITS == 4 ? 4.0f : 1.0f;
+
+// The A operand (q - z) / OPERAND_UNIT of one 16 x 16 tile, from a lane's word (4 bit) or two words (8 bit: column g8,
+// column g8 + 8).
 template <int ACT, int BITS> struct Dequant;
 
 template <> struct Dequant<FP16, 4> {
@@ -51,10 +62,12 @@ template <> struct Dequant<FP16, 4> {
 
 template <> struct Dequant<BF16, 4> {
   DEVICE static void run(u32 (&a)[4], const u32 *w, const Zero<BF16, 4> &z0, const Zero<BF16, 4> &z1) {
-    a[0] = Number<BF16>::subtract(ptx::and_or<0x000F000F, 0x43004300>(w[0]), z0.low);
-    a[1] = Number<BF16>::subtract(ptx::and_or<0x000F000F, 0x43004300>(w[0] >> 8), z1.low);
-    a[2] = Number<BF16>::subtract(ptx::and_or<0x000F000F, 0x43004300>(w[0] >> 4), z0.low);
-    a[3] = Number<BF16>::subtract(ptx::and_or<0x000F000F, 0x43004300>(w[0] >> 12), z1.low);
+    constexpr u32 QUARTER = 0x3E803E80, POWER_127 = 0x7F007F00;
+    const u32 next = w[0] >> 8;
+    a[0] = Number<BF16>::multiply_add(ptx::and_or<0x000F000F, 0x43004300>(w[0]), QUARTER, z0.low);
+    a[1] = Number<BF16>::multiply_add(ptx::and_or<0x000F000F, 0x43004300>(next), QUARTER, z1.low);
+    a[2] = Number<BF16>::multiply_add(w[0] & 0x00F000F0, POWER_127, z0.high);
+    a[3] = Number<BF16>::multiply_add(next & 0x00F000F0, POWER_127, z1.high);
   }
 };
 

@@ -46,17 +46,13 @@ template <> struct Number<BF16> {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
     return out;
   }
-  // sub and mul of bf16 pairs need sm_90; as a fused multiply-add (with 1.0 and -0.0) they run from sm_80 on.
-  DEVICE static u32 subtract(u32 a, u32 b) {
+  DEVICE static u32 multiply_add(u32 a, u32 b, u32 c) {
     u32 out;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(0x3F803F80u), "r"(b ^ 0x80008000u));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
     return out;
   }
-  DEVICE static u32 multiply(u32 a, u32 b) {
-    u32 out;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(0x80008000u));
-    return out;
-  }
+  // mul of bf16 pairs needs sm_90; as a fused multiply-add with -0.0 it runs from sm_80 on.
+  DEVICE static u32 multiply(u32 a, u32 b) { return multiply_add(a, b, 0x80008000u); }
   // d = a * b + c, 16 x 8 x 16, fp32 sums.
   DEVICE static void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -11,7 +11,7 @@ template <class T> struct MmaUnit {
   DEVICE MmaUnit(const Problem &problem, int warp, int lane_)
       : p(problem), lane(warp, lane_), x_row((lane_ % 8) * X_ROW_BYTES), x_row_bits(lane_ % 8) {}
 
-  DEVICE void finish(Sums<T> &) const {}
+  DEVICE void finish(Sums<T> &sums) const { in_units<T>(sums); }
 
   // B operands of k-tiles 2 check and 2 check + 1, all tokens.
   DEVICE void tokens(u32 (&b)[T::TOKEN_TILES][4], u32 stage, int check) const {

@@ -14,6 +14,10 @@ template <class T> struct WgmmaUnit {
   DEVICE WgmmaUnit(const Problem &problem, int warp, int lane_) : p(problem), lane(warp, lane_) {}
 
   DEVICE void finish(Sums<T> &sums) const {
+    settle(sums);
+    in_units<T>(sums);
+  }
+  DEVICE static void settle(Sums<T> &sums) {
     wgmma::wait<0>();
     settled(sums);
   }
@@ -71,7 +75,7 @@ template <class T> struct WgmmaUnit {
     float f[T::WORDS][2];
     lane.scales(s, stage, 0);
     scales_as_float<T>(f, s, p.scales_bf16);
-    finish(part);
+    settle(part);
     each_sum<T>([&](int j, int tile, int i) { sums[j][tile][i] += f[j][i / 2] * part[j][tile][i]; });
   }
 

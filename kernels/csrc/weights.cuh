@@ -88,6 +88,12 @@ template <class T> DEVICE void scales_as_pairs(u32 (&d)[T::WORDS][2], const u32 
   }
 }
 
+// Sums of products of such operands, as those of q - z.
+template <class T> DEVICE void in_units(float (&sums)[T::WORDS][T::TOKEN_TILES][4]) {
+  constexpr float UNIT = OPERAND_UNIT<T::ACT, T::BITS>;
+  if constexpr (UNIT != 1.0f) each_sum<T>([&](int j, int tile, int i) { sums[j][tile][i] *= UNIT; });
+}
+
 // The A operand of one word, scaled where weights are and not sums.
 template <class T, bool SCALED = !T::SCALE_SUMS>
 DEVICE void operand(u32 (&a)[4], const u32 *w, const Zero<T::ACT, T::BITS> (&z)[2], const u32 (&scale)[2]) {

@@ -62,8 +62,7 @@ def _operand(act: str, bits: int, w: NDArray[np.uint32], z: int) -> NDArray[np.f
             _half(_and_or(following, 0x00F000F0, 0x54005400)) - (64 + z),
         ]
     elif bits == 4:
-        shifts = (0, 8, 4, 12)
-        raw = [_bf16(_and_or(first >> np.uint32(s), 0x000F000F, 0x43004300)) - (128 + z) for s in shifts]
+        raw = [4 * quarter for quarter in _quarters(first, z)]
     elif act == "fp16":
         picks = ((0, 0x4240), (1, 0x4240), (0, 0x4341), (1, 0x4341))
         raw = [_half(_prmt(w[:, i], 0x64646464, pick)) - (1024 + z) for i, pick in picks]
@@ -71,6 +70,30 @@ def _operand(act: str, bits: int, w: NDArray[np.uint32], z: int) -> NDArray[np.f
         pairs = ((0, 0, 2), (1, 0, 2), (0, 1, 3), (1, 1, 3))
         raw = [np.stack([_from_fp32(w[:, i], b, z) for b in (low, high)], -1) for i, low, high in pairs]
     return np.stack(raw, 1)
+
+
+def _quarters(w: NDArray[np.uint32], z: int) -> list[NDArray[np.float64]]:
+    """The four registers of (q - z) / 4, each rounded as ``fma.rn.bf16x2`` does."""
+
+    def pair(low_and_high: int) -> NDArray[np.uint32]:
+        return np.array([low_and_high], np.uint32)
+
+    zero = pair(0x43004300 + z * 0x00010001)
+    z_low = pair(0xC200C200 + z * 0x00010001)
+    z_high = _multiply_add(zero, pair(0xBE80BE80), pair(0x42004200))
+    quarter, power_127, following = pair(0x3E803E80), pair(0x7F007F00), w >> np.uint32(8)
+    out = [_multiply_add(_and_or(v, 0x000F000F, 0x43004300), quarter, z_low) for v in (w, following)]
+    out += [_multiply_add(v & np.uint32(0x00F000F0), power_127, z_high) for v in (w, following)]
+    return [_bf16(v) for v in out]
+
+
+def _multiply_add(a: NDArray[np.uint32], b: NDArray[np.uint32], c: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """``a * b + c`` of bf16 pairs, rounded once to the nearest even."""
+    exact = _bf16(a) * _bf16(b) + _bf16(c)  # 24 bits apart at most: float64 holds it
+    bits = exact.astype(np.float32).view(np.uint32)
+    assert (bits.view(np.float32) == exact).all(), "no rounding before that of bf16"
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return rounded[..., 0] | rounded[..., 1] << np.uint32(16)
 
 
 def _from_fp32(w: NDArray[np.uint32], byte: int, z: int) -> NDArray[np.float64]:
@@ -104,6 +127,33 @@ def test_a_lanes_word_is_the_operand_of_16_columns(bits: int, act: str) -> None:
                     columns = slice(64 * chunk + 16 * j, 64 * chunk + 16 * (j + 1))
                     wanted = codes[16 * row : 16 * (row + 1), columns].astype(np.float64).T - z
                     np.testing.assert_array_equal(found, wanted)
+
+
+def test_every_code_and_zero_as_a_bf16_quarter_is_exact() -> None:
+    codes = np.arange(16, dtype=np.uint32)
+    for z in range(16):
+        for register, shift in enumerate((0, 8, 4, 12)):
+            words = codes << np.uint32(shift) | codes[::-1] << np.uint32(shift + 16)
+            words |= np.uint32(~(0x000F000F << shift) & 0xFFFFFFFF)  # the neighbours' codes are all ones
+            quarters = _quarters(words, z)[register]
+            wanted = np.stack([codes, codes[::-1]], -1).astype(np.float64) - z
+            np.testing.assert_array_equal(4 * quarters, wanted)
+
+
+def _rounded(values: NDArray[np.float64]) -> NDArray[np.uint32]:
+    """The bf16 of float32 values, as bits."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+
+
+def test_four_times_a_scaled_quarter_is_the_scaled_value_bit_for_bit() -> None:
+    """With one-hot activations a sum is one weight: neither the quarter nor the 4 at the end may round it."""
+    generator = np.random.default_rng(2)
+    scales = _bf16(_rounded(np.exp2(generator.uniform(-24, 15, 400))) * np.uint32(0x00010001))[:, 0]
+    for difference in range(-15, 16):
+        whole = _bf16(_rounded(difference * scales))[:, 0]
+        quarter = _bf16(_rounded(difference / 4 * scales))[:, 0]
+        np.testing.assert_array_equal(_rounded(4 * quarter), _rounded(whole))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
