@@ -37,7 +37,7 @@ class _Raw:
 
 @dataclass(slots=True)
 class Workspace:
-    """Addresses of the sums that blocks hand over and of a flag for each block, zero between launches."""
+    """Addresses of the sums that blocks hand over and of their flags, zero between launches."""
 
     sums: int
     flags: int

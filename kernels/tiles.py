@@ -25,6 +25,8 @@ DTYPES = ("fp16", "bf16")
 GROUP_SIZES = (-1, 32, 64, 128)
 SUMS_PER_MULTIPROCESSOR = 192 * 1024
 BLOCKS_PER_MULTIPROCESSOR = 8
+FLAGS_PER_MULTIPROCESSOR = 16  # one a block, or one a warp where blocks share sums out
+COLLECTED, SHARED_OUT = 0, 1  # Tile.sharing
 ONE_GROUP = 31  # a shift that sends every row of K to group 0
 HERE = Path(__file__).resolve().parent
 
@@ -41,6 +43,7 @@ class Tile:
     unit: int
     stages: int
     blocks: int
+    sharing: int = COLLECTED  # who adds up a tile's sums: its first block, or all (csrc/scatter.cuh)
 
     @property
     def threads(self) -> int:
@@ -87,8 +90,10 @@ class Tile:
     @property
     def fits_workspace(self) -> bool:
         """Whether all resident blocks can hand over what they have."""
+        handed_over, flags = (2, self.warps * self.slots) if self.sharing else (1, 1)  # of a block
         return (
-            self.partial_bytes * self.blocks <= SUMS_PER_MULTIPROCESSOR
+            handed_over * self.partial_bytes * self.blocks <= SUMS_PER_MULTIPROCESSOR
+            and flags * self.blocks <= FLAGS_PER_MULTIPROCESSOR
             and self.blocks <= BLOCKS_PER_MULTIPROCESSOR
         )
 
@@ -98,7 +103,7 @@ class Tile:
         shape = (
             f"t{self.tokens}w{self.warps}s{self.slots}x{self.words}k{self.unit}p{self.stages}b{self.blocks}"
         )
-        return f"{self.engine}_{shape}"
+        return f"{self.engine}_{shape}" + (f"e{self.sharing}" if self.sharing else "")
 
 
 def kernel_name(tile: Tile, dtype: str, bits: int, zeros: bool) -> str:
@@ -201,11 +206,12 @@ def all_tiles(arch: str, bits: int) -> Iterator[Tile]:
 
 
 def workspace_bytes(multiprocessors: int) -> tuple[int, int]:
-    """Return (bytes of sums, flags) that serve every kernel: one partial tile and one flag for each block.
+    """Return (bytes of sums, flags) that serve every kernel (``Tile.fits_workspace``).
 
-    The registers of a multiprocessor hold at most 192 KiB of sums to hand over, in at most eight blocks.
+    The registers of a multiprocessor hold at most 192 KiB of sums to hand over, in at most eight blocks. A
+    block hands over one tile and has one flag; where blocks share sums out, two tiles and a flag a warp.
     """
-    return SUMS_PER_MULTIPROCESSOR * multiprocessors, BLOCKS_PER_MULTIPROCESSOR * multiprocessors
+    return SUMS_PER_MULTIPROCESSOR * multiprocessors, FLAGS_PER_MULTIPROCESSOR * multiprocessors
 
 
 def arch_of(capability: tuple[int, int]) -> str | None:

@@ -185,6 +185,42 @@ DEVICE void store_release(u32 *flag, u32 v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(v) : "memory");
 }
 
+// Adds to a count after everything the warp has written before its last meeting.
+DEVICE void add_release(u32 *count, u32 v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(v) : "memory");
+}
+DEVICE u32 fetch_add(u32 *count, u32 v) {
+  u32 old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(count), "r"(v) : "memory");
+  return old;
+}
+
+// Through the L2, where other blocks see it.
+DEVICE void store_16_relaxed(void *to, const float *v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
+}
+DEVICE void store_8_relaxed(void *to, const float *v) {
+  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(v[0]), "f"(v[1]) : "memory");
+}
+// What other blocks have written, past the L1; zeros where it is not `there`.
+DEVICE void load_16_if(u32 (&v)[4], const void *from, bool there) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0;\n"
+               "mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n"
+               "@p ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+               : "=&r"(v[0]), "=&r"(v[1]), "=&r"(v[2]), "=&r"(v[3])
+               : "l"(from), "r"(static_cast<u32>(there))
+               : "memory");
+}
+DEVICE void load_8_if(u32 (&v)[2], const void *from, bool there) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0;\n"
+               "mov.u32 %0, 0; mov.u32 %1, 0;\n"
+               "@p ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2]; }"
+               : "=&r"(v[0]), "=&r"(v[1])
+               : "l"(from), "r"(static_cast<u32>(there))
+               : "memory");
+}
+
 // A value the compiler knows nothing about: what is computed from it is not kept in registers across a loop.
 DEVICE u32 opaque(u32 value) {
   asm volatile("" : "+r"(value));

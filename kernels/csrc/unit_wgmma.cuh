@@ -5,7 +5,8 @@
 #include "weights.cuh"
 #include "wgmma.cuh"
 
-template <class T> struct WgmmaUnit {
+// ONE_GROUP: all rows of every unit belong to one group, which a kernel may know before its loop.
+template <class T, bool ONE_GROUP = false> struct WgmmaUnit {
   static constexpr int UNIT_SHIFT = 7;  // groups of 128 and more
 
   const Problem &p;
@@ -86,7 +87,7 @@ template <class T> struct WgmmaUnit {
     u32 a[2][T::WORDS][4];
 #pragma unroll
     for (int row = 0; row < T::UNIT_TILES; row++) {
-      if (row % 2 == 0 && row > 0 && p.new_group(row / 2)) columns(scale, z, stage, p.group_row(row / 2));
+      if (!ONE_GROUP && row % 2 == 0 && row > 0 && p.new_group(row / 2)) columns(scale, z, stage, p.group_row(row / 2));
       u32 w[T::WORDS * T::VECTORS];
       lane.words(w, stage, row);
       wgmma::wait<1>();  // the products that read this register set are done

@@ -5,6 +5,7 @@
 #pragma once
 #include "epilogue.cuh"
 #include "pipeline.cuh"
+#include "scatter.cuh"
 
 // A block's units, the first of which are on their way.
 template <class T, class UNIT>
@@ -26,7 +27,7 @@ DEVICE void multiply(const Problem &p, const UNIT &product, Feed<T> &feed, int s
       stage = stage + T::STAGE_BYTES == ring + RING ? ring : stage + T::STAGE_BYTES;
     }
     product.finish(sums);
-    finish_segment<T>(p, sums, segment, base + T::RING_BYTES);
+    end_segment<T>(p, sums, segment, base + T::RING_BYTES);
   }
 }
 

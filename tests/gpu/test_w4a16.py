@@ -124,6 +124,23 @@ def test_the_same_input_gives_the_same_bits() -> None:
         assert all(torch.equal(_run(case), first) for _ in range(100)), (m, n, k)
 
 
+def test_shared_sums_are_right_at_any_cut_and_leave_counts_at_zero() -> None:
+    from w4pack.kernels import launch
+
+    arch, sms = _card()
+    case = cases.make(150, 4096, 1088, bias=True, seed=4)
+    for tile in (t for t in tiles.all_tiles(arch, 4) if t.sharing):
+        for grid in (sms * tile.blocks, sms * tile.blocks - 5, 7):
+            chosen = tiles.Launch(tile, grid)
+            first = _run(case, chosen)
+            assert cases.error(first, case.exact) < cases.BOUND[torch.float16], chosen
+            assert all(torch.equal(_run(case, chosen), first) for _ in range(50)), chosen
+    torch.cuda.synchronize()
+    card = launch.device(0)
+    made = [space.memory for space in (*card.workspaces.values(), *card.spare) if space.memory]
+    assert made and not any(flags.any() for _, flags in made)
+
+
 def test_a_row_does_not_depend_on_others_within_one_tile_class() -> None:
     arch, sms = _card()
     whole = cases.make(257, 1024, 512, seed=3)

@@ -162,7 +162,7 @@ def test_grouped_tiles_fit_the_card(arch: str, bits: int) -> None:
             assert shared <= SHARED_PER_BLOCK[arch] * 1024, tile
             assert (shared + 1024) * tile.blocks <= SHARED_PER_MULTIPROCESSOR[arch] * 1024, tile
         assert tile.threads <= 1024 and tile.threads * tile.blocks <= 2048
-        assert tile.fits_workspace and tile.slots <= 2 * tile.words
+        assert tile.fits_workspace and tile.slots <= 2 * tile.words and tile.sharing == tiles.COLLECTED
         assert tile.engine == "mma" or (arch == "sm_90a" and not tile.producer)
 
 
