@@ -33,6 +33,18 @@ if TYPE_CHECKING:
 else:
     Number = Numbers = click.ParamType  # generic in new releases of click only
 
+
+class FloatRange(click.FloatRange):
+    """A number within bounds; NaN is within none, although no comparison says so."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number. Raises click.BadParameter."""
+        found: float = super().convert(value, param, ctx)
+        if found != found:
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return found
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 TARGETS = ("marlin", "marlin-legacy", "gptq", "awq", "compressed-tensors", "dense")
 ENGINES = ("vllm", "sglang", "transformers", "w4pack")
@@ -138,7 +150,7 @@ quantize_options = _options(
     ),
     click.option(
         "--max-kl",
-        type=click.FloatRange(0),
+        type=FloatRange(0),
         help="Divergence from the source, nats a token, above which nothing is published; 4 by default.",
     ),
     click.option(
@@ -483,7 +495,7 @@ def evaluate(**given: Any) -> None:
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(0),
+    type=FloatRange(0),
     default=0.0,
     show_default=True,
     help="Above 0: draw tokens, the more freely the higher; 0: always take the likeliest, after what "
@@ -491,7 +503,7 @@ def evaluate(**given: Any) -> None:
 )
 @click.option(
     "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FloatRange(0, 1, min_open=True),
     default=1.0,
     show_default=True,
     help="Draw only from the likeliest tokens that make up this probability.",

@@ -4,12 +4,13 @@ The weights are those of the file, whatever engine will run it; transformers' ow
 one in memory at a time. Imports nothing heavy when loaded.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from w4pack.convert.console import Given, print_json, question_reporter, where_of
-from w4pack.convert.errors import UsageError
+from w4pack.convert.errors import UsageError, W4PackError
 from w4pack.convert.events import SCHEMA, Reporter
 from w4pack.convert.jobs import manifest
 from w4pack.convert.jobs.conversion import Running, check_device
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from w4pack.convert.modeljobs.online import Runtime
+    from w4pack.convert.quantize.evaluation import Score
     from w4pack.convert.quantize.stream import Stream
 
 SEQLEN = 512  # tokens of a window, unless asked otherwise
@@ -77,8 +79,9 @@ def evaluate(
     ``act_bits``, ``kv_bits``: of the runtime that an artifact's ``online`` records describe; None: as it was
     calibrated. What it does is done in transformers' layers, with quantized values in float32.
 
-    Raises UsageError for a text without one whole window, SourceError for a model that cannot be read,
-    Refused for one that transformers cannot build.
+    Raises UsageError for a text without one whole window, for windows longer than the model has positions and
+    for models of different vocabularies; SourceError for a model that cannot be read, Refused for one that
+    transformers cannot build, W4PackError for one whose predictions are not finite.
     """
     check_device(device)
     texts, name = read_texts(str(text))
@@ -97,11 +100,15 @@ def evaluate(
         own = _through(source, cut, target, between)
         if against is None:
             found = evaluation.compare(own, None)
+            _refuse_not_finite(path, found[0])
         else:
             with opened(against, place, told) as (other, _):
                 reference = read_source(other, DetectOptions())
                 theirs = _through(reference, cut, target, _runtime(reference, None, None))
+                _refuse_other_vocabulary(own, theirs, against)
                 found = evaluation.compare(own, theirs)
+                for model, score in ((path, found[0]), (against, found[1])):
+                    _refuse_not_finite(model, score)
         shared = _overlap(checkpoint.store.read, checkpoint.store.files(), cut)
     value: dict[str, Any] = {
         "schema": SCHEMA,
@@ -138,6 +145,32 @@ def _overlap_text(share: float) -> str:
     )
 
 
+def _refuse_not_finite(path: str | Path, score: "Score | None") -> None:
+    """Raise W4PackError for a model that does not predict: no figure is made of what is no number."""
+    bad = [number for number, nats in enumerate(score.nll if score else (), 1) if not math.isfinite(nats)]
+    if score is not None and bad:
+        raise W4PackError(
+            "the predictions of a model are not finite, so nothing can be measured",
+            code="predictions",
+            where=str(path),
+            expected="finite logits",
+            found=f"NaN or infinity in {len(bad)} of {len(score.nll)} windows, the first in window {bad[0]}",
+            hint=f"`w4pack verify {path}` names values that are not finite",
+        )
+
+
+def _refuse_other_vocabulary(own: "Stream", theirs: "Stream", against: str | Path) -> None:
+    """Raise UsageError for models whose predictions cannot be compared."""
+    sizes = [stream.logits(0, 0, 1).shape[-1] for stream in (own, theirs)]
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            "the two models have different vocabularies",
+            where="--against",
+            expected=f"{sizes[0]:,} tokens",
+            found=f"{sizes[1]:,} at {against}",
+        )
+
+
 def _cut(tokens: "torch.Tensor", windows: int, seqlen: int, where: str) -> "torch.Tensor":
     count = min(windows, tokens.numel() // seqlen)
     if count == 0:
@@ -171,12 +204,14 @@ def _through(source: Source, cut: "torch.Tensor", device: "torch.device", betwee
     import torch
 
     from w4pack.convert.modeljobs.weights import Numbers
-    from w4pack.convert.quantize import evaluation
+    from w4pack.convert.quantize import calibration, evaluation
 
+    numbers = Numbers(source, online=True)
+    calibration.check_windows(cut, source.config, {name: numbers.info(name) for name in numbers.names()})
     dtype = torch.float32 if device.type == "cpu" else _own_dtype(source)
     return evaluation.through(
         source.config,
-        Numbers(source, online=True),
+        numbers,
         cut,
         device,
         dtype,

@@ -6,7 +6,6 @@ text. Those of a split are the ones whose path has the split as a word of its ow
 rest is not downloaded.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from w4pack.convert.core.families import natural_key
 from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.hub.client import QUICK, hub_error, persist
 from w4pack.convert.hub.resolve import is_hub_id
+from w4pack.convert.quantize.texts import ENCODING, is_text, objects
 
 PREFIX = "hub:"
 SPLIT, COLUMN = "train", "text"
@@ -120,27 +120,26 @@ def _texts(path: Path, name: str, asked: DataSet) -> Iterator[str]:
         yield from _parquet(path, name, asked)
         return
     try:
-        raw = path.read_bytes().decode("utf-8")
+        raw = path.read_bytes().decode(ENCODING)
     except UnicodeDecodeError as err:
         raise _unreadable(name, asked, "bytes that are no UTF-8") from err
     if name.endswith(".txt"):
         yield raw
         return
-    for number, line in enumerate(raw.splitlines(), 1):
-        if line.strip():
-            yield _value(line, f"{asked.repo_id}: {name}, line {number}", asked)
+    for number, _, row in objects(raw):
+        yield _value(row, f"{asked.repo_id}: {name}, line {number}", asked)
 
 
-def _value(line: str, where: str, asked: DataSet) -> str:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
+def _value(row: dict[str, Any] | None, where: str, asked: DataSet) -> str:
+    if row is None:
         raise SourceError("a line is no object", where=where, expected=f'{{"{asked.column}": "..."}}')
-    if not isinstance(row.get(asked.column), str):
+    value = row.get(asked.column)
+    if not isinstance(value, str):
         raise _no_column(where, asked, sorted(row))
-    return str(row[asked.column])
+    if not is_text(value):
+        what, found = "a text is not Unicode", "half of a surrogate pair"
+        raise SourceError(what, where=where, expected="text", found=found)
+    return value
 
 
 def _parquet(path: Path, name: str, asked: DataSet) -> Iterator[str]:

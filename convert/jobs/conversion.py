@@ -268,12 +268,12 @@ def convert_source(
         running,
         lambda folder, done: _write_rest(folder, done, plan, source, original, card),
     )
-    _tell_values(written, running.reporter)
+    tell_values(written, running.reporter)
     seconds = time.monotonic() - started
     return Report(out, plan, warnings, seconds, _errors(written), packed_on=running.packed_on(plan))
 
 
-def _tell_values(written: manifest.Written, reporter: Reporter) -> None:
+def tell_values(written: manifest.Written, reporter: Reporter) -> None:
     """Warn of values that were counted on the way."""
     told = (
         (

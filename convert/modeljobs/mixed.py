@@ -14,7 +14,7 @@ import torch
 from w4pack.convert import formats
 from w4pack.convert.core import families
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.errors import Refused
+from w4pack.convert.errors import Refused, W4PackError
 from w4pack.convert.files.provider import Provider
 from w4pack.convert.planning.decisions import LayerPlan
 from w4pack.convert.planning.quantizing import bits_per_weight
@@ -113,7 +113,7 @@ def _measured(
         if any(not _holds(target, s) for s in schemes.values()):
             continue
         cost = _cost(schemes, target)
-        error = sum(_error(samples[n], s) for n, s in schemes.items())
+        error = sum(_error(n, samples[n], s) for n, s in schemes.items())
         if not steps or error < steps[-1][1]:  # a step that costs more and loses more is none
             steps.append((cost, error, schemes))
     if not steps:
@@ -144,7 +144,12 @@ def _sample(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     return weight[::step][:SAMPLE].to(device).float().T.contiguous()
 
 
-def _error(weights: torch.Tensor, scheme: QuantScheme) -> float:
-    grid = grids.search(weights, scheme)
+def _error(name: str, weights: torch.Tensor, scheme: QuantScheme) -> float:
+    """Return the relative squared error. Raises W4PackError, with the name, for weights without a scale."""
+    try:
+        grid = grids.search(weights, scheme)
+    except W4PackError as err:
+        err.where = name
+        raise
     made = grids.dequantize(grids.nearest(weights, grid, scheme), grid, scheme)
     return float((made - weights).double().square().sum() / weights.double().square().sum().clamp(min=1e-30))

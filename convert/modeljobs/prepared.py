@@ -21,7 +21,7 @@ from w4pack.convert.planning.online import model_of, records, runs_online
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantizing import ModelTensors, linears_of
 from w4pack.convert.planning.unquantized import as_recorded, unquantized
-from w4pack.convert.quantize.calibration import Calibration, calibrate
+from w4pack.convert.quantize.calibration import Calibration, calibrate, check_windows
 from w4pack.convert.quantize.clips import ACT_DEFAULTS, KV_DEFAULTS, Clips
 from w4pack.convert.rotate.plan import RotationPlan
 from w4pack.convert.source.detect import Source
@@ -92,8 +92,9 @@ def prepare(
     measuring  whether clip ratios are found by running the model; a plan alone has the same records with
                ratios that nobody has measured
 
-    Raises Refused for a source that is quantized already; UsageError for a text that gives nothing, or a
-    device that is not there; SourceError for a source without a tokenizer.
+    Raises Refused for a source that is quantized already; UsageError for a text that gives nothing, windows
+    that the model has no positions for, or a device that is not there; SourceError for a source without a
+    tokenizer, or with another model's.
     """
     asked = options.quantize
     if asked is None:
@@ -111,7 +112,7 @@ def prepare(
         provider = Rotated(provider, turned, device)
     calibration = None
     if asked.method == "gptq":
-        tokenizer = tokenizer_of(source)
+        tokenizer = tokenizer_of(source, "`--quantize rtn` needs no text")
         calibration = calibrate(
             asked.calibration,
             tokenizer,
@@ -120,6 +121,7 @@ def prepare(
             seed=options.seed,
             given=texts,
         )
+        check_windows(calibration.windows, model.config, model.infos)
         warnings += _too_little(calibration, model)
     if runs_online(options):
         online = _online(model, options, provider, turned, calibration if measuring else None, device)
@@ -187,8 +189,8 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def tokenizer_of(source: Source) -> Any:
-    """Load the source's own tokenizer. Raises SourceError where there is none."""
+def tokenizer_of(source: Source, hint: str | None = None) -> Any:
+    """Load the source's own tokenizer. Raises SourceError, with a hint, where there is none."""
     from transformers import AutoTokenizer
 
     folder = folder_of(source.checkpoint)
@@ -198,11 +200,11 @@ def tokenizer_of(source: Source) -> Any:
             code="no-tokenizer",
             where=source.checkpoint.label,
             expected=" or ".join(TOKENIZERS[:2]),
-            hint="`--quantize rtn` needs no text",
+            hint=hint,
         )
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (ValueError, OSError, KeyError, ImportError) as err:
+    except Exception as err:  # of files that are not as they should be, transformers raises every kind
         raise SourceError(
             "the tokenizer cannot be loaded",
             code="no-tokenizer",

@@ -36,6 +36,7 @@ from w4pack.convert.jobs.conversion import (
     run_staged,
     settle_place,
     source_files,
+    tell_values,
 )
 from w4pack.convert.jobs.execute import Interrupted
 from w4pack.convert.jobs.journal import Finished, Journal
@@ -161,6 +162,7 @@ def quantize_model(
         work,
     )
     _say(team, FINISHED)
+    tell_values(written, running.reporter)
     errors = {n: float(r["error"]) for n, r in written.reports.items() if "error" in r}
     seconds = time.monotonic() - started
     return Report(out, plan, warnings, seconds, errors, packed_on=running.packed_on(plan))

@@ -7,19 +7,22 @@ windows from number ``seed * samples`` on, round to the start. A text shorter th
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from w4pack.convert.errors import UsageError
+from w4pack.convert.errors import SourceError, UsageError
+from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.quantize.texts import read_texts
 
 GRAM = 16  # tokens that are hashed together for the sketch
 SKETCH = 256  # smallest hashes that are kept: enough to see an overlap of a few percent
 BASE = np.uint64(0x9E3779B97F4A7C15)
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")  # a row for each token
+POSITIONS = ("embed_positions.weight", "wpe.weight")  # learned: a row for each place of a window
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +100,39 @@ def calibrate(
     texts, name = given or read_texts(path)
     tokens, skipped = tokens_of(texts, tokenizer, path or name)
     return Calibration(cut(tokens, samples, seqlen, seed), name, samples, skipped)
+
+
+def check_windows(windows: torch.Tensor, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> None:
+    """Raise UsageError for windows (W, L) that a model cannot embed: its tables end before they do.
+
+    infos  name of each of the model's tensors -> header
+    """
+    length, places = windows.shape[1], _rows(infos, POSITIONS)
+    own = config.get("max_position_embeddings")
+    if places is not None and isinstance(own, int):
+        places = min(places, own)  # some tables begin with rows that are no places
+    if places is not None and length > places:
+        raise UsageError(
+            "a window is longer than the model has positions",
+            where="--seqlen",
+            expected=f"at most {places}",
+            found=str(length),
+        )
+    known, largest = _rows(infos, EMBEDDINGS), int(windows.max())
+    if known is not None and largest >= known:
+        raise SourceError(
+            "the tokenizer gives tokens that the model does not have",
+            code="tokenizer-mismatch",
+            where="tokenizer",
+            expected=f"tokens below {known:,}, the rows of the embeddings",
+            found=f"{largest:,}",
+        )
+
+
+def _rows(infos: Mapping[str, TensorInfo], endings: tuple[str, ...]) -> int | None:
+    """Return the rows of the first matrix whose name ends so."""
+    found = (info for name, info in infos.items() if name.endswith(endings) and len(info.shape) == 2)
+    return next((info.shape[0] for info in found), None)
 
 
 def _hashes(tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -212,7 +212,15 @@ class ModelRun:
             self.witness.advance(layer, index)
 
     def outcome(self) -> Outcome:
-        """Compare the logits of the first tokens, after the last layer."""
+        """Compare the logits of the first tokens, after the last layer.
+
+        Raises W4PackError for logits that are not finite: the layers before gave numbers.
+        """
         before, after = (stream.logits(0, 0, WITNESS) for stream in (self.witness, self.stream))
+        for name, logits in (("the source", before), ("the quantized model", after)):
+            if not is_finite(logits):
+                went_in = max(size(hidden) for hidden in self.stream.hidden)
+                found = f"NaN or infinity in the logits of {name}"
+                raise not_finite("the final norm and the head", found, went_in, self.skeleton.dtype)
         kl = divergence(before, after)
         return Outcome(float(kl.mean()), kl.numel())
