@@ -25,7 +25,8 @@ ordinary class; that was proved layer by layer before the weights were written. 
 what low-bit quantization wants."""
 
 QUANTIZED = """\
-Quantized from 16-bit weights: the linears below have codes that were chosen to change their outputs least."""
+Quantized from 16-bit weights: the linears below have codes of 4 or 8 bit. What was lost is listed under
+Quantization."""
 
 UNVERIFIED = """\
 `w4pack.json` holds the sha256 of every tensor. `w4pack verify OUT` checks a download against it, and

@@ -8,6 +8,7 @@ every linear counts alike, whatever its size.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -40,6 +41,25 @@ class _Set:
         return (self.steps[self.at][1] - self.steps[self.at + 1][1]) / bits
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A linear's scheme, and why it has it.
+
+    error     mean relative squared error of the weights in its set
+    cheapest  the scheme that the set would have with the fewest bits
+    most      the error with that one
+    """
+
+    scheme: QuantScheme
+    error: float
+    cheapest: QuantScheme
+    most: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the manifest records beside the scheme."""
+        return {"error": self.error, "cheapest": self.cheapest.label(), "error_cheapest": self.most}
+
+
 def choose(
     linears: Mapping[str, QuantScheme],
     provider: Provider,
@@ -47,8 +67,8 @@ def choose(
     wanted: float,
     device: torch.device,
     fixed: Mapping[str, QuantScheme] | None = None,
-) -> dict[str, QuantScheme]:
-    """Return a scheme for each linear.
+) -> dict[str, Chosen]:
+    """Return what was chosen for each linear.
 
     linears  the schemes they would have, of one group size and width
     fixed    of the other quantized linears, whose bits were given: they count in the sum
@@ -85,7 +105,29 @@ def choose(
         best = max(fitting, key=_Set.gain)
         spent += best.steps[best.at + 1][0] - best.steps[best.at][0]
         best.at += 1
-    return {name: scheme for one in sets for name, scheme in one.steps[one.at][2].items()}
+    return {name: chosen for one in sets for name, chosen in _chosen(one).items()}
+
+
+def _chosen(one: _Set) -> dict[str, Chosen]:
+    (_, most, cheapest), (_, error, schemes) = one.steps[0], one.steps[one.at]
+    count = len(schemes)
+    return {n: Chosen(s, error / count, cheapest[n], most / count) for n, s in schemes.items()}
+
+
+def told(chosen: Mapping[str, Chosen]) -> list[str]:
+    """Return what was chosen and why, a line for each kind of linear and scheme."""
+    kinds: dict[tuple[str, str], list[Chosen]] = {}
+    for name, one in chosen.items():
+        kinds.setdefault((name.rpartition(".")[2], one.scheme.label()), []).append(one)
+    lines = []
+    for (kind, label), found in sorted(kinds.items()):
+        error, most = (
+            sum(values) / len(found) for values in zip(*((c.error, c.most) for c in found), strict=True)
+        )
+        raised = sum(c.scheme != c.cheapest for c in found)
+        why = f", {most:.2e} with the cheapest scheme" if raised else ", the cheapest scheme"
+        lines.append(f"{len(found)} x {kind}: {label}; error of the weights {error:.2e}{why}")
+    return lines
 
 
 def _sets(names: Iterable[str]) -> list[tuple[str, ...]]:

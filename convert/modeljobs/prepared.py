@@ -15,6 +15,7 @@ from w4pack.convert.files.provider import CheckpointProvider, Provider
 from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.jobs.conversion import Running, check_device, folder_of
 from w4pack.convert.modeljobs.clipping import find_clips
+from w4pack.convert.modeljobs.mixed import Chosen, choose, told
 from w4pack.convert.modeljobs.online import runtime_of
 from w4pack.convert.modeljobs.overlap import overlaps
 from w4pack.convert.planning.online import model_of, records, runs_online
@@ -44,7 +45,7 @@ class Prepared:
     model        their names and headers
     options      as recorded: of the calibration file only the name
     calibration  None for methods that need none
-    schemes      linear -> scheme, where they were chosen by measurement
+    chosen       linear -> its scheme and why, where schemes were chosen by measurement
     ahead        what the provider reads through where a layer is read while another is in work
     """
 
@@ -56,12 +57,17 @@ class Prepared:
     device: torch.device
     calibration: Calibration | None
     warnings: tuple[Warning_, ...] = ()
-    schemes: Mapping[str, QuantScheme] | None = None
+    chosen: Mapping[str, Chosen] | None = None
     ahead: ReadAhead | None = None
 
     def reading(self) -> AbstractContextManager[object]:
         """Return a block behind which no thread reads any more."""
         return nullcontext() if self.ahead is None else closing(self.ahead)
+
+    @property
+    def schemes(self) -> Mapping[str, QuantScheme] | None:
+        """Linear -> scheme, where they were chosen by measurement."""
+        return None if self.chosen is None else {name: one.scheme for name, one in self.chosen.items()}
 
     @property
     def windows(self) -> torch.Tensor:
@@ -129,17 +135,18 @@ def prepare(
         warnings += _no_kernel(model)
         if calibration is not None and not measuring:
             warnings += (CLIPS_LATER,)
-    schemes = None
+    chosen = None
     if asked.bpw is not None:
-        from w4pack.convert.modeljobs.mixed import choose
         from w4pack.convert.planning.quantizing import default_schemes, fixed_schemes
         from w4pack.convert.planning.targets import TARGETS
 
         asked_for = default_schemes(model, options)
         fixed = fixed_schemes(model, options)
-        schemes = choose(asked_for, provider, TARGETS[options.to], asked.bpw, device, fixed)
+        chosen = choose(asked_for, provider, TARGETS[options.to], asked.bpw, device, fixed)
+        for line in told(chosen):
+            running.reporter.event("note", text=f"--bpw {asked.bpw:g}: {line}")
     recorded = as_recorded(options) if texts is None else as_recorded(options, texts[1])
-    return Prepared(source, provider, model, recorded, origin, device, calibration, warnings, schemes, ahead)
+    return Prepared(source, provider, model, recorded, origin, device, calibration, warnings, chosen, ahead)
 
 
 def _online(

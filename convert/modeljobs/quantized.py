@@ -204,6 +204,8 @@ class QuantizeRun:
         self._held: list[Finished] = []  # not yet journaled, since ``_since``
         self._since = time.monotonic()
         self.outcome: dict[str, Any] = {}
+        if prepared.chosen is not None:
+            self.outcome["chosen"] = {name: one.to_json() for name, one in prepared.chosen.items()}
         self.plans = {layer.source: layer for layer in plan.layers}
         self.layout = formats.get(TARGETS[plan.target].layout or "")
         self._bytes = 0
@@ -311,7 +313,7 @@ class QuantizeRun:
 
     def _judge(self, model: ModelRun) -> None:
         found = model.outcome()
-        self.outcome = {"kl": found.kl, "kl_tokens": found.tokens}
+        self.outcome |= {"kl": found.kl, "kl_tokens": found.tokens}
         counts = self._expert_tokens()
         if counts:
             self.outcome["expert_tokens"] = counts

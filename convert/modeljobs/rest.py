@@ -16,7 +16,7 @@ from w4pack.convert.planning.quantize_options import CALIBRATED, QuantizeOptions
 from w4pack.convert.planning.quantizing import layer_index
 from w4pack.convert.planning.record import to_plain
 from w4pack.convert.quantize.pictures import over_layers
-from w4pack.convert.quantize.report import report
+from w4pack.convert.quantize.report import error_of, report
 from w4pack.convert.source.detect import Source
 
 ERRORS, OUTLIERS = "quantization-errors.svg", "quantization-outliers.svg"
@@ -57,14 +57,17 @@ def _layers(plan: Plan, written: manifest.Written) -> Iterator[tuple[str, str]]:
 
 
 def pictures(
-    reports: Mapping[str, Mapping[str, Any]], outcome: Mapping[str, Any]
+    reports: Mapping[str, Mapping[str, Any]], outcome: Mapping[str, Any], error: str
 ) -> dict[str, tuple[str, bytes]]:
-    """Return file name -> (title, SVG): errors of each kind of linear, outliers of a rotated model."""
+    """Return file name -> (title, SVG): errors of each kind of linear, outliers of a rotated model.
+
+    ``error``: what the errors are, in words.
+    """
     errors: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, entry in reports.items():
         if "error" in entry:
             errors[name.rpartition(".")[2]][layer_index(name)].append(entry["error"])
-    drawn = {ERRORS: ("Relative squared error of outputs, by decoder layer", _by_layer(errors))}
+    drawn = {ERRORS: (f"{error}, by decoder layer", _by_layer(errors))}
     if "outliers" in outcome:
         title = "Largest value over root mean square of the stream, by decoder layer"
         drawn[OUTLIERS] = (title, outcome["outliers"])
@@ -106,7 +109,7 @@ def write_rest(
     """Write everything but the weights: side files, index, card, manifest and, last, config.json."""
     value = build(plan, source, written, outcome)
     side_files = sidefiles.copy_side_files(source.checkpoint, folder)
-    shown = pictures(written.reports, outcome)
+    shown = pictures(written.reports, outcome, error_of(plan))
     for name, (_, data) in shown.items():
         write_file(folder / name, data)
         side_files[name] = hashlib.sha256(data).hexdigest()

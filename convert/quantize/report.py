@@ -29,9 +29,15 @@ def report(
     """
     layers = {name: r for name, r in reports.items() if "error" in r}
     shown = [f"![{title}]({name})" for name, title in (pictures or {}).items()]
-    parts = [_settings(plan, outcome, settings), _kinds(layers), *shown, _worst(layers), _fallbacks(layers)]
-    parts += [_damped(layers), _experts(outcome)]
+    parts = [_settings(plan, outcome, settings), _kinds(layers, error_of(plan)), *shown, _worst(layers)]
+    parts += [_fallbacks(layers), _damped(layers), _chosen(outcome), _experts(outcome)]
     return "\n\n".join(part for part in parts if part)
+
+
+def error_of(plan: _Planned) -> str:
+    """Return what the errors of linears are: without calibration there are no outputs to measure."""
+    calibrated = (plan.quantization or {}).get("calibration") is not None
+    return f"Relative squared error of {'outputs' if calibrated else 'weights'}"
 
 
 def _settings(plan: _Planned, outcome: Mapping[str, Any], settings: Mapping[str, tuple[Any, Any]]) -> str:
@@ -66,8 +72,8 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _kinds(layers: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table of the relative squared error of outputs, by the last part of the name."""
+def _kinds(layers: Mapping[str, Mapping[str, Any]], title: str) -> str:
+    """Return a table of the errors, by the last part of the name."""
     kinds: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for name, entry in layers.items():
         kinds[name.rpartition(".")[2]].append(entry)
@@ -79,7 +85,7 @@ def _kinds(layers: Mapping[str, Mapping[str, Any]]) -> str:
             f"| {sum(nearest) / len(nearest):.3e} |"
         )
     head = "| linears | count | mean error | largest | mean, rounded to nearest |\n|---|---|---|---|---|"
-    return "Relative squared error of outputs:\n\n" + "\n".join([head, *rows])
+    return f"{title}:\n\n" + "\n".join([head, *rows])
 
 
 def _worst(layers: Mapping[str, Mapping[str, Any]]) -> str:
@@ -110,6 +116,25 @@ def _damped(layers: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     rows = [f"- `{name}`: {damping:.3g}" for name, damping in found]
     return "Damping that a Hessian took where less was not enough:\n\n" + "\n".join(rows) if rows else ""
+
+
+def _chosen(outcome: Mapping[str, Any]) -> str:
+    """Return what more bits than the fewest have saved, where a number of bits per weight was asked for."""
+    chosen: Mapping[str, Mapping[str, Any]] = outcome.get("chosen", {})
+    if not chosen:
+        return ""
+    raised = {n: why for n, why in chosen.items() if why["error"] < why["error_cheapest"]}
+    text = (
+        f"Bits per weight: {len(raised)} of {len(chosen)} linears have more bits than the cheapest scheme, "
+        "where those take away most error of the weights for their size"
+    )
+    names = sorted(raised, key=lambda n: (raised[n]["error"] - raised[n]["error_cheapest"], n))[:WORST]
+    rows = [
+        f"| `{n}` | {why['error']:.2e} | {why['error_cheapest']:.2e} with {why['cheapest']} |"
+        for n, why in ((n, raised[n]) for n in names)
+    ]
+    head = "| linear | error | it would be |\n|---|---|---|"
+    return "\n".join([f"{text}:\n\n{head}", *rows]) if rows else f"{text}."
 
 
 def _experts(outcome: Mapping[str, Any]) -> str:

@@ -123,6 +123,11 @@ def test_the_card_lists_what_acts_beside_its_default_and_nothing_else(
     lines = (tmp_path / "out" / "README.md").read_text().splitlines()
     assert [line for line in shown if f"- {line}" not in lines] == []
     assert [name for name in hidden if any(line.startswith(f"- {name}: ") for line in lines)] == []
+    calibrated = changes.get("--quantize") != "rtn"  # without text there are no outputs to measure
+    of = ("outputs", "weights") if calibrated else ("weights", "outputs")
+    assert f"Relative squared error of {of[0]}:" in lines
+    picture = (tmp_path / "out" / "quantization-errors.svg").read_text()
+    assert f"error of {of[0]}" in picture and f"error of {of[1]}" not in "".join([picture, *lines])
 
 
 IDLE = (

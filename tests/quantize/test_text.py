@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +185,8 @@ def test_bpw_meets_its_target_from_below_and_says_what_it_chose(
     llama: Path, book: Path, tmp_path: Path
 ) -> None:
     source = sources.save(sources.llama(hidden_size=128, intermediate_size=256), tmp_path / "src")
-    run(
-        "convert", source, tmp_path / "out", "--quantize", "gptq", "--bpw", 5.0, "--calibration", book, *FEW
-    ).expect(0)
+    words = ("--quantize", "gptq", "--bpw", 5.0, "--calibration", book, *FEW, "--json")
+    done = run("convert", source, tmp_path / "out", *words).expect(0)
     value = manifest(tmp_path / "out")
     assert 4.6 < value["quantization"]["bits_per_weight"] <= 5.0
     schemes = {n: e["scheme"] for n, e in value["layers"].items()}
@@ -195,6 +195,22 @@ def test_bpw_meets_its_target_from_below_and_says_what_it_chose(
         base = f"model.layers.{layer}."
         assert len({schemes[f"{base}self_attn.{p}_proj"] for p in "qkv"}) == 1
         assert schemes[f"{base}mlp.gate_proj"] == schemes[f"{base}mlp.up_proj"]
+    chosen = value["quantization"]["chosen"]
+    assert chosen.keys() == schemes.keys()
+    raised = {n for n, why in chosen.items() if why["error"] < why["error_cheapest"]}
+    assert raised == {n for n, why in chosen.items() if schemes[n] != why["cheapest"]}
+    assert raised
+    told = [e["text"] for e in done.events if e["event"] == "note" and "--bpw 5:" in e["text"]]
+    assert sum(int(line.split()[2]) for line in told) == len(chosen)
+    for name in raised:
+        kind = name.rpartition(".")[2]
+        assert any(f"x {kind}: {schemes[name]};" in line and "with the cheapest" in line for line in told)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{len(raised)} of {len(chosen)} linears have more bits" in card
+    listed = [
+        name for name in raised if re.search(rf"`{re.escape(name)}` \| \S+ \| \S+ with 4 bit g128 sym", card)
+    ]
+    assert len(listed) == min(len(raised), 10)
 
 
 @pytest.mark.parametrize(
