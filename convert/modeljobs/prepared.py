@@ -216,6 +216,7 @@ def tokenizer_of(source: Source, hint: str | None = None) -> Any:
             "the tokenizer cannot be loaded",
             code="no-tokenizer",
             where=str(folder),
+            expected="a tokenizer, and a config.json, that transformers reads",
             found=str(err).partition("\n")[0][:200],
         ) from err
 

@@ -50,11 +50,11 @@ class ModelTensors:
 
 
 def linears_of(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the linears of the decoder layers by module name, routers left out."""
+    """Return the linears of the decoder layers by module name; without routers and what holds no weight."""
     found = {}
     for name, info in infos.items():
         match = DECODER.fullmatch(name)
-        if match is None or len(info.shape) != 2 or info.dtype not in FLOATS:
+        if match is None or len(info.shape) != 2 or info.dtype not in FLOATS or 0 in info.shape:
             continue
         module = name.removesuffix(".weight")
         if families.role(module) in ("column", "row", "replicated") and not families.is_router(module):

@@ -20,6 +20,7 @@ from w4pack.convert.quantize.experts import split_fused
 QWEN = ("Qwen3MoeForCausalLM",)  # spells experts as the modules here are called
 FP32_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 CACHE_NAMES = ("cache", "past_key_values")  # what decoders and layers call it, the newer name first
+PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes whose values are the weights
 STALE = ("quantization_config", "compression_config", "auto_map")
 
 
@@ -79,6 +80,14 @@ class Skeleton:
                     where=self.checkpoint_name(path),
                     expected=str(list(tensor.shape)),
                     found=str(list(values.shape)),
+                )
+            if name in owner._parameters and values.dtype not in PLAIN:
+                raise SourceError(
+                    "a weight is not stored as plain numbers",
+                    code="dtype",
+                    where=self.checkpoint_name(path),
+                    expected=", ".join(str(d).removeprefix("torch.") for d in PLAIN),
+                    found=str(values.dtype).removeprefix("torch."),
                 )
             dtype = self._dtype_of(path, values)
             placed = values.to(device=self.device, dtype=dtype)
@@ -199,7 +208,9 @@ def build(
     """Build the model that a config.json names, on ``meta``.
 
     Raises:
-        Refused: a class that transformers does not have, or whose layers are not found.
+        Refused: a class that transformers does not have, settings that it does not take, or layers that are
+            not found.
+        SourceError: more layers than there are tensors.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -207,13 +218,29 @@ def build(
     kind = values.pop("model_type", None)
     try:
         settings = AutoConfig.for_model(kind, **values)
+        _check_layers(settings, provider)
         model = _on_meta(AutoModelForCausalLM, settings, dtype)
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise _unknown(kind, str(err)) from err
+    except W4PackError:
+        raise
+    except Exception as err:  # of settings that are not as they should be, classes raise every kind
+        raise _unknown(kind, f"{type(err).__name__}: {err}") from err
     model.eval()
     split_fused(model)
     path, layers = _decoder_layers(model, kind)
     return Skeleton(model, path, layers, _names(provider), provider, device, dtype)
+
+
+def _check_layers(settings: Any, provider: Provider) -> None:
+    """Raise SourceError for more layers than a file can hold: each takes time to build, on ``meta`` too."""
+    count, tensors = getattr(settings.get_text_config(), "num_hidden_layers", 0), len(list(provider.names()))
+    if isinstance(count, int) and count > tensors:
+        raise SourceError(
+            "the config counts more layers than there are tensors",
+            code="layers-missing",
+            where="config.json: num_hidden_layers",
+            expected=f"at most {tensors:,}",
+            found=f"{count:,}",
+        )
 
 
 def _on_meta(factory: Any, settings: Any, dtype: torch.dtype) -> Any:

@@ -123,6 +123,55 @@ def test_windows_longer_than_learned_positions_are_refused_and_as_long_ones_are_
     run("eval", source, "--text", book, "--seqlen", 64, "--windows", 1).expect(0)
 
 
+# ---- configs and tensors -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "64"),
+        ("rope_parameters", 3),
+        ("rms_norm_eps", "x"),
+        ("vocab_size", -1),
+        ("pad_token_id", 9999),
+        ("num_attention_heads", 0),
+        ("hidden_act", "none such"),
+        ("num_hidden_layers", 10**7),
+    ],
+)
+def test_a_config_that_no_model_can_be_built_of_is_said(
+    key: str, value: object, llama: Path, book: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(llama, tmp_path / "src")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, key: value}))
+    for done in (
+        quantize(source, tmp_path / "out", text=book),
+        run("convert", source, tmp_path / "out", "--rotate", "offline", "--to", "dense", "--json"),
+        run("eval", source, "--text", book, "--seqlen", 32, "--json"),
+    ):
+        assert done.code in (1, 3) and "bug" not in done.error["what"], done.error
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def test_codes_without_their_scales_are_not_measured_as_if_they_were_weights(
+    dtype: torch.dtype, llama: Path, book: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    source = changed(llama, tmp_path / "src", lambda t: t.update({name: t[name].to(dtype)}))
+    error = run("eval", source, "--text", book, "--seqlen", 32, "--json").expect(1).error
+    assert (error["code"], error["where"]) == ("dtype", name)
+    assert error["found"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_linear_without_weights_is_copied(llama: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    source = changed(llama, tmp_path / "src", lambda t: t.update({name: t[name][:0].clone()}))
+    run("convert", source, tmp_path / "out", "--quantize", "rtn").expect(0)
+    assert safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")[name].shape == (0, 64)
+
+
 # ---- values that are no numbers ----------------------------------------------------------------------
 
 
