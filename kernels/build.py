@@ -150,7 +150,9 @@ def build(
 
     with ThreadPoolExecutor(workers) as pool:
         made = {str(row["path"]): row for rows in pool.map(make, of_one_compile(due)) for row in rows}
-    kept = [row for path, row in known.items() if path not in made and (out / path).is_file()]
+    kept = [  # read again: another build may have ended meanwhile
+        row for row in read_manifest(out) if row["path"] not in made and (out / str(row["path"])).is_file()
+    ]
     return sorted([*made.values(), *kept], key=lambda row: str(row["path"])), failures
 
 

@@ -79,6 +79,21 @@ def test_a_file_is_kept_until_its_inputs_change(tmp_path: Path, monkeypatch: pyt
     assert compiled == ["a", "a"]
 
 
+def test_a_build_keeps_what_another_has_finished_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (build.Job("gather.cu", name, "sm_80", ()) for name in "ab")
+
+    def compile_job(job: build.Job) -> build.Compiled:
+        if job is one:
+            build.write_manifest(build.build([other], 1, tmp_path)[0], tmp_path)
+        return build.Compiled(b"code", "")
+
+    monkeypatch.setattr(build, "compile_job", compile_job)
+    rows, failures = build.build([one], 1, tmp_path)
+    assert not failures and [row["path"] for row in rows] == ["sm_80-a.cubin", "sm_80-b.cubin"]
+
+
 def test_a_cubin_and_its_ptx_are_one_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
