@@ -621,7 +621,8 @@ def _errors(given: dict[str, Any]) -> Iterator[None]:
     except Exception as err:
         if given.get("debug"):
             raise
-        _leave(_bug(err), as_json=bool(given.get("as_json")))
+        told = _no_memory(err) if _is_memory(err) else _bug(err)
+        _leave(told, as_json=bool(given.get("as_json")))
 
 
 def _interrupted(code: int) -> W4PackError:
@@ -648,6 +649,21 @@ def _tell_json(fields: dict[str, object], text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except NobodyReads:
         pass  # its exit code still says that it failed
+
+
+def _is_memory(err: Exception) -> bool:
+    """Whether an error says that memory, of the host or of a card, has run out. Known without torch."""
+    kinds = {kind.__name__ for kind in type(err).__mro__}
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(err)
+
+
+def _no_memory(err: Exception) -> W4PackError:
+    return W4PackError(
+        "not enough memory",
+        code="memory",
+        found=str(err).strip().partition("\n")[0][:200] or None,
+        hint="the plan of a conversion (`--dry-run`) says what it takes; `--resume` goes on from here",
+    )
 
 
 def _bug(err: Exception) -> W4PackError:

@@ -17,6 +17,7 @@ from quantize import sources
 from quantize.test_outputs import quantize
 from runner import run
 from w4pack.convert.errors import UsageError
+from w4pack.convert.modeljobs import quantized
 from w4pack.convert.quantize import texts
 
 
@@ -221,3 +222,35 @@ def test_nan_is_no_number_of_an_option(option: str, llama: Path, book: Path, tmp
     words = ("convert", llama, tmp_path / "out", "--quantize", "gptq", "--calibration", book)
     assert "nan" in run(*words, option, "nan").expect(2).text
     assert not list(tmp_path.iterdir())
+
+
+# ---- memory ------------------------------------------------------------------------------------------
+
+
+def torch_error() -> Exception:
+    """Return what torch raises for a tensor that no machine holds."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda: MemoryError(), lambda: torch.OutOfMemoryError("CUDA out of memory. Tried"), torch_error],
+    ids=["Python", "a card", "torch on the CPU"],
+)
+def test_too_little_memory_is_no_bug_and_the_run_goes_on_later(
+    made: Callable[[], Exception], llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = quantized.ModelRun.quantize
+
+    def failing(self: Any, index: int) -> Any:
+        if index == 1:
+            raise made()
+        return compute(self, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantized.ModelRun, "quantize", failing)
+        error = quantize(llama, tmp_path / "out", text=book).expect(1).error
+    assert error["code"] == "memory" and "--resume" in error["hint"]
+    quantize(llama, tmp_path / "out", "--resume", text=book).expect(0)
