@@ -15,12 +15,13 @@ from w4pack.convert.files.provider import CheckpointProvider, Provider
 from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.jobs.conversion import Running, check_device, folder_of
 from w4pack.convert.modeljobs.clipping import find_clips
-from w4pack.convert.modeljobs.mixed import Chosen, choose, told
+from w4pack.convert.modeljobs.mixed import Chosen, choose
 from w4pack.convert.modeljobs.online import runtime_of
 from w4pack.convert.modeljobs.overlap import overlaps
 from w4pack.convert.planning.online import model_of, records, runs_online
 from w4pack.convert.planning.options import ConvertOptions
-from w4pack.convert.planning.quantizing import ModelTensors, linears_of
+from w4pack.convert.planning.quantizing import ModelTensors, default_schemes, fixed_schemes, linears_of
+from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.planning.unquantized import as_recorded, unquantized
 from w4pack.convert.quantize.calibration import Calibration, calibrate, check_windows
 from w4pack.convert.quantize.clips import ACT_DEFAULTS, KV_DEFAULTS, Clips
@@ -135,18 +136,17 @@ def prepare(
         warnings += _no_kernel(model)
         if calibration is not None and not measuring:
             warnings += (CLIPS_LATER,)
-    chosen = None
-    if asked.bpw is not None:
-        from w4pack.convert.planning.quantizing import default_schemes, fixed_schemes
-        from w4pack.convert.planning.targets import TARGETS
-
-        asked_for = default_schemes(model, options)
-        fixed = fixed_schemes(model, options)
-        chosen = choose(asked_for, provider, TARGETS[options.to], asked.bpw, device, fixed)
-        for line in told(chosen):
-            running.reporter.event("note", text=f"--bpw {asked.bpw:g}: {line}")
+    chosen = None if asked.bpw is None else _chosen(model, options, provider, asked.bpw, device)
     recorded = as_recorded(options) if texts is None else as_recorded(options, texts[1])
     return Prepared(source, provider, model, recorded, origin, device, calibration, warnings, chosen, ahead)
+
+
+def _chosen(
+    model: ModelTensors, options: ConvertOptions, provider: Provider, bpw: float, device: torch.device
+) -> dict[str, Chosen]:
+    """Choose a scheme for each linear that no rule gives bits to."""
+    free, fixed = default_schemes(model, options), fixed_schemes(model, options)
+    return choose(free, provider, TARGETS[options.to], bpw, device, fixed)
 
 
 def _online(

@@ -43,6 +43,7 @@ from w4pack.convert.jobs.journal import Finished, Journal
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.work import Packer, pack_words
 from w4pack.convert.modeljobs.gate import check_rotation
+from w4pack.convert.modeljobs.mixed import told
 from w4pack.convert.modeljobs.online import runtime_of
 from w4pack.convert.modeljobs.overlap import Behind, overlaps
 from w4pack.convert.modeljobs.prepared import Prepared
@@ -90,9 +91,11 @@ def planned(prepared: Prepared, running: Running) -> tuple[Plan, tuple[Warning_,
 def plan_quantized(
     prepared: Prepared, out: Path, running: Running
 ) -> tuple[Plan, tuple[Warning_, ...], ModelFacts, Source]:
-    """Plan, and refuse what the run itself would refuse. Writes nothing."""
+    """Plan, tell what was chosen by measurement, and refuse what the run itself would. Writes nothing."""
     source = prepared.source
     check_place(source.checkpoint, out, running)
+    for line in told(prepared.chosen or {}):
+        running.reporter.event("note", text=f"--bpw: {line}")
     plan, warnings = planned(prepared, running)
     return plan, warnings, facts_of(source.config, plan), source
 

@@ -200,8 +200,8 @@ def test_bpw_meets_its_target_from_below_and_says_what_it_chose(
     raised = {n for n, why in chosen.items() if why["error"] < why["error_cheapest"]}
     assert raised == {n for n, why in chosen.items() if schemes[n] != why["cheapest"]}
     assert raised
-    told = [e["text"] for e in done.events if e["event"] == "note" and "--bpw 5:" in e["text"]]
-    assert sum(int(line.split()[2]) for line in told) == len(chosen)
+    told = [e["text"] for e in done.events if e["event"] == "note" and e["text"].startswith("--bpw: ")]
+    assert sum(int(line.split()[1]) for line in told) == len(chosen)
     for name in raised:
         kind = name.rpartition(".")[2]
         assert any(f"x {kind}: {schemes[name]};" in line and "with the cheapest" in line for line in told)
