@@ -95,8 +95,8 @@ class CudaMover:
     def buffer(self, slot: int) -> memoryview:
         """Wait for the last copies from a buffer and return it.
 
-        A buffer is page-locked when it is first asked for: the driver locks one at a time (about 3 ms for
-        8 MiB), and threads that have theirs read meanwhile. Torch's host allocator keeps them for the next call.
+        A buffer is page-locked when it is first asked for: the driver locks one at a time, and threads that
+        have theirs read meanwhile. Torch's host allocator keeps them for the next call.
         """
         if slot == len(self._slots):
             self._slots.append(self._page_locked())
