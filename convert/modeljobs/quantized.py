@@ -46,6 +46,7 @@ from w4pack.convert.modeljobs.gate import check_rotation
 from w4pack.convert.modeljobs.mixed import told
 from w4pack.convert.modeljobs.online import runtime_of
 from w4pack.convert.modeljobs.overlap import Behind, overlaps
+from w4pack.convert.modeljobs.peaks import peak_text
 from w4pack.convert.modeljobs.prepared import Prepared
 from w4pack.convert.modeljobs.rest import CardMaker, write_rest
 from w4pack.convert.planning.options import ConvertOptions
@@ -259,6 +260,8 @@ class QuantizeRun:
                 self.prepared.ahead.expect(names[place + 1 : place + 2])
             self._behind.do(partial(self._keep_one, number, op, self._rounded(op, weight)))
         self._behind.do(self._flush)
+        self._behind.wait()
+        self.reporter.event("note", text=f"quantized, at most {peak_text(self.prepared.device)}")
 
     def _rounded(self, op: Op, weight: torch.Tensor) -> Quantized:
         schemes = {op.source: self.plans[op.source].scheme}
@@ -305,9 +308,9 @@ class QuantizeRun:
         spent, done = time.monotonic() - self._started, layer.index + 1
         left = spent / done * (model.layers - done)
         mean = f", mean output error {sum(errors) / len(errors):.2%}" if errors else ""
-        self.reporter.event(
-            "note", text=f"layer {done} of {model.layers}{mean}, about {time_text(left)} left"
-        )
+        most = peak_text(self.prepared.device)
+        text = f"layer {done} of {model.layers}{mean}, at most {most}, about {time_text(left)} left"
+        self.reporter.event("note", text=text)
 
     def _stop_here(self, team: Team | None = None) -> None:
         if self.running.stop.signum is not None:
