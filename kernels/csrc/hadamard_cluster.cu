@@ -31,16 +31,6 @@ template <int ACT_, u32 MP_, u32 LOG_SLICE_> struct Config {
 // Where bits 3, 5, 6 of a column lie when they are counted together.
 DEVICE constexpr u32 spread(u32 i) { return (i & 1) << 3 | (i >> 1 & 1) << 5 | (i >> 2 & 1) << 6; }
 
-DEVICE void load_transposed(u32 (&to)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address)
-               : "memory");
-}
-DEVICE void store_16(u32 address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
 DEVICE float4 load_cluster(u32 address) {
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -75,7 +65,7 @@ template <class T> struct Slice {
       const u32 octet = threadIdx.x + i * THREADS, line = octet / T::OCTETS;
       if constexpr (ACTS)
         if (line < m) gate[i] = hadamard::activate_octet<T::ACT, ACTIVATION>(gate[i], up[i]);
-      store_16(in + 2 * (line * T::PITCH + octet % T::OCTETS * 8), gate[i]);
+      ptx::store_shared_16(in + 2 * (line * T::PITCH + octet % T::OCTETS * 8), gate[i]);
     }
   }
 
@@ -90,7 +80,7 @@ template <class T> struct Slice {
 #pragma unroll
       for (u32 n = 0; n < T::NT; n += 2) {
         u32 b[4];
-        load_transposed(b, from + 32 * k * T::PITCH + 2 * spread(n));
+        ptx::load_matrix_x4_transposed(b, from + 32 * k * T::PITCH + 2 * spread(n));
         Number<T::ACT>::product(d[n], a, b[0], b[1], d[n]);
         Number<T::ACT>::product(d[n + 1], a, b[2], b[3], d[n + 1]);
       }
@@ -139,7 +129,7 @@ template <class T> struct Slice {
     hadamard::butterfly<16, 8>(v);
 #pragma unroll
     for (u32 q = 0; q < 4; q++)
-      store_16(local + 64 * group + 16 * (q ^ group / 2 % 4),
+      ptx::store_shared_16(local + 64 * group + 16 * (q ^ group / 2 % 4),
                make_uint4(__float_as_uint(v[4 * q]), __float_as_uint(v[4 * q + 1]), __float_as_uint(v[4 * q + 2]),
                           __float_as_uint(v[4 * q + 3])));
   }

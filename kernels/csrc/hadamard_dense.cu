@@ -46,19 +46,6 @@ template <int ACT_, u32 MP_, u32 LOG_C_, u32 NT_BITS_, u32 MT_, u32 WARPS_, bool
 // Where bits 3, 5, 6, 7 of a column lie when they are counted together: n-tiles and lanes of groups.
 DEVICE constexpr u32 spread(u32 i) { return (i & 1) << 3 | (i >> 1 & 1) << 5 | (i >> 2 & 1) << 6 | (i >> 3 & 1) << 7; }
 
-// Transposed ldmatrix: B fragments of 16 rows of two column tiles, where lane L points at row L % 16 of tile L / 16.
-DEVICE void load_transposed(u32 (&to)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address)
-               : "memory");
-}
-
-DEVICE void store_shared_16(u32 address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
 // Copies 16 bytes if `line` is below `lines`. Distances are part of the instruction: one address serves a thread.
 template <u32 TO, u32 FROM> DEVICE void copy_line(u32 to, const void *from, u32 line, u32 lines) {
   asm volatile(
@@ -114,7 +101,7 @@ template <class T> struct Dense {
     const u32 up = 2 * m * T::C;
 #pragma unroll 2
     for (u32 i = line; i < m; i += T::LINES, gate += 2 * T::LINES * T::C, to += 2 * T::LINES * T::PITCH)
-      store_shared_16(to, hadamard::activate_octet<T::ACT, ACTIVATION>(ptx::load_shared_16(gate),
+      ptx::store_shared_16(to, hadamard::activate_octet<T::ACT, ACTIVATION>(ptx::load_shared_16(gate),
                                                                        ptx::load_shared_16(gate + up)));
   }
 
@@ -151,7 +138,8 @@ template <class T> struct Dense {
     for (u32 n = 0; n < T::NT; n += 2) {
       u32 b[4];
       if (n % 8 == 0 && n > 0) __syncwarp();  // no more than eight tiles are loaded ahead, or registers spill
-      load_transposed(b, from + 2 * spread(n));
+      // B fragments of 16 rows of two column tiles: lane L points at row L % 16 of tile L / 16.
+      ptx::load_matrix_x4_transposed(b, from + 2 * spread(n));
 #pragma unroll
       for (u32 i = 0; i < T::MT; i++) {
         Number<T::ACT>::product(d[i][n], a[i], b[0], b[1], d[i][n]);

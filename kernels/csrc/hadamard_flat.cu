@@ -22,11 +22,6 @@
 
 constexpr u32 HEAD_BYTES = 1024;  // numbers of the warps, in front of places that want this alignment
 
-DEVICE void store_shared_16(u32 address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
 // Copies 16 bytes to shared memory if line < lines. Distances are part of the instruction: one address serves a thread.
 template <u32 TO, u32 FROM> DEVICE void copy_octet(u32 to, const void *from, u32 line, u32 lines) {
   asm volatile("{ .reg .pred p;\n"
@@ -131,7 +126,7 @@ template <class T> struct Flat {
       for (u32 i = 0, line = tid / T::OCTETS; line < m; i++, line += T::LINES, gate += 16 * T::THREADS) {
         const bool is_odd = T::LINES == 4 && i % 2;
         const uint4 both = hadamard::activate_octet<T::ACT, ACTIVATION>(ptx::load_shared_16(gate), ptx::load_shared_16(gate + up));
-        store_shared_16((is_odd ? odd : even) + 128 * (i - is_odd) * T::LINES, both);
+        ptx::store_shared_16((is_odd ? odd : even) + 128 * (i - is_odd) * T::LINES, both);
       }
     }
   }
@@ -284,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUP_COUNT, RESIDENT)
   for (u32 i = threadIdx.x; i < 4 * T::ROWS * T::WARPS; i += T::THREADS) f.numbers[i] = 0.0f;
   const u32 places = f.acts() ? 2 : T::STAGES, tail = (T::MP - m) * 8;  // 16-byte pieces of a block past line m
   for (u32 i = threadIdx.x; i < places * T::ROWS * T::BLOCKS * tail; i += T::THREADS)  // 0 * garbage need not be 0
-    store_shared_16(stages + i / tail * T::BLOCK_BYTES + 128 * m + 16 * (i % tail), make_uint4(0, 0, 0, 0));
+    ptx::store_shared_16(stages + i / tail * T::BLOCK_BYTES + 128 * m + 16 * (i % tail), make_uint4(0, 0, 0, 0));
 #pragma unroll
   for (u32 k = 0; k < T::KT; k++) {
     const uint4 r = matrix[(T::tile() * T::KT + k) * 32 + lane];

@@ -17,10 +17,6 @@ DEVICE u32 load_shared_1(u32 address) {
 DEVICE void store_shared_word(u32 address, u32 v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
-DEVICE void store_shared_16(u32 address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
 
 // What another block of this launch wrote: from the L2, since this multiprocessor's L1 may hold an older line. The
 // caller's fence orders it; without "memory" several can be on their way.
@@ -33,14 +29,6 @@ DEVICE float4 load_global_l2_16(const float *from) {
   float4 v;
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
   return v;
-}
-
-// The same as load_matrix_x4, each matrix transposed.
-DEVICE void load_matrix_x4_transposed(u32 (&to)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address)
-               : "memory");
 }
 
 }  // namespace ptx

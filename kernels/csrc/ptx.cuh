@@ -61,6 +61,14 @@ DEVICE void load_matrix_x4(u32 (&to)[4], u32 address) {
                : "memory");
 }
 
+// The same as load_matrix_x4, each matrix transposed.
+DEVICE void load_matrix_x4_transposed(u32 (&to)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Transposes an 8x8 matrix of 16-bit values that lies across the warp.
 DEVICE u32 transpose_matrix(u32 value) {
   u32 out;
@@ -95,6 +103,11 @@ DEVICE void store_shared_4(u32 address, float v) {
 
 DEVICE void store_shared_8(u32 address, float2 v) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+}
+
+DEVICE void store_shared_16(u32 address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 
 DEVICE float2 load_shared_float2(u32 address) {
