@@ -35,13 +35,13 @@ else:
 
 
 class FloatRange(click.FloatRange):
-    """A number within bounds; NaN is within none, although no comparison says so."""
+    """A number within bounds; NaN and infinity are within none, although comparisons may say so."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number. Raises click.BadParameter."""
         found: float = super().convert(value, param, ctx)
-        if found != found:
-            self.fail(f"{value!r} is not a number.", param, ctx)
+        if not abs(found) < float("inf"):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
         return found
 
 
@@ -151,7 +151,8 @@ quantize_options = _options(
     click.option(
         "--max-kl",
         type=FloatRange(0),
-        help="Divergence from the source, nats a token, above which nothing is published; 4 by default.",
+        help="Divergence from the source, nats a token, above which nothing is published; 4 by default. "
+        "A resumed run may have another one.",
     ),
     click.option(
         "--act-bits",

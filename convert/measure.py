@@ -255,7 +255,7 @@ def _lines(value: Mapping[str, Any]) -> list[str]:
         lines += [
             f"against     {value['against']}: {value['perplexity_against']:.3f}",
             f"lost        {value['nats']:.4f} nats a token{spread}",
-            f"divergence  mean {value['kl_mean']:.4f}, 99.9th percentile {value['kl_p999']:.4f} nats",
+            f"divergence  mean {value['kl_mean']:.3g}, 99.9th percentile {value['kl_p999']:.3g} nats",
             f"agreement   {value['top1_agreement']:.2%} of the likeliest tokens",
         ]
     return lines

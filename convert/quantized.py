@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import UsageError, require_extra
-from w4pack.convert.jobs.conversion import CardMaker, OnPlan, Report, Running
+from w4pack.convert.jobs.conversion import CardMaker, OnPlan, Report, Running, check_limit
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.source.detect import Source
@@ -106,6 +106,7 @@ def quantize(
     on_plan: OnPlan | None,
 ) -> Report:
     """Quantize a source; see ``jobs.quantized.quantize_model``."""
+    check_limit(running.max_kl)
     _require_after_the_rest(source, out, options, origin, running)
     from w4pack.convert.hub.fill import card_of
     from w4pack.convert.modeljobs.follow import follow
@@ -204,6 +205,7 @@ def plan_only(
     Without torch it is the plan of what headers decide, with a warning: the run itself cannot start, and no
     token of the calibration text is counted.
     """
+    check_limit(running.max_kl)
     missing = missing_extras("quantizing")
     if missing is not None:
         return _plan_ahead(source, out, options, origin, running, missing)

@@ -1,6 +1,7 @@
 """One conversion from source to published output, and the report of it."""
 
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -34,7 +35,8 @@ from w4pack.convert.source.detect import Source
 
 MEMORY = 192 << 20  # bytes above the imports that a conversion needs at most (measured: benchmarks)
 HEAD_BYTES = 1 << 20  # bytes of a pickle that identify it without ``--strict``
-PASSING = ("resume-differs", "unreadable", "file-too-short")  # errors after which `--resume` may work
+# Errors after which `--resume` may work: a source that is read again, a limit that decides no byte.
+PASSING = ("resume-differs", "unreadable", "file-too-short", "quality")
 
 CardMaker = Callable[[Plan, Mapping[str, float]], str]  # plan, error of each re-quantized layer -> README.md
 OnPlan = Callable[[Plan, Sequence[Warning_], ModelFacts, Source], None]
@@ -56,6 +58,17 @@ def check_device(name: str) -> None:
 
 
 MAX_KL = 4.0  # nats a token, mean: above it the result is no longer the model
+
+
+def check_limit(max_kl: float) -> None:
+    """Raise UsageError for a limit of the divergence that is none: NaN and infinity would let all pass."""
+    if not 0 <= max_kl < math.inf:
+        raise UsageError(
+            "no such limit",
+            where="--max-kl",
+            expected="nats a token, 0 or more; 1000, say, lets everything pass",
+            found=f"{max_kl:g}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,6 +459,13 @@ def run_plan(
     return run_staged(plan, out, running, write_rest, operations)
 
 
+def _resumed(finished: int, plan: Plan) -> str:
+    """Return what is told where `--resume` was given."""
+    if not finished:
+        return "there is nothing to resume: the work starts at the beginning"
+    return f"resumed: {finished} of {len(plan.ops)} steps of the earlier run are kept"
+
+
 def run_staged(
     plan: Plan, out: Path, running: Running, write_rest: WriteRest, operations: Operations
 ) -> manifest.Written:
@@ -458,6 +478,8 @@ def run_staged(
             text = "an unfinished run of this output was discarded; `--resume` would have gone on with it"
             running.reporter.event("note", text=text)
         log, earlier = execute.open_journal(staging.journal, plan, resume=resume)
+        if running.resume:
+            running.reporter.event("note", text=_resumed(len(earlier), plan))
         try:
             with OutFiles(staging.out, plan) as files:
                 finished = operations(files, log, earlier)

@@ -23,7 +23,6 @@ from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.core.families import natural_key
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.errors import VerifyError
 from w4pack.convert.events import Reporter, time_text, warning_fields
 from w4pack.convert.files.provider import Provider, is_finite
 from w4pack.convert.jobs import execute
@@ -43,6 +42,7 @@ from w4pack.convert.jobs.journal import Finished, Journal
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.work import Packer, pack_words
 from w4pack.convert.modeljobs.gate import check_rotation
+from w4pack.convert.modeljobs.judging import judge
 from w4pack.convert.modeljobs.mixed import told
 from w4pack.convert.modeljobs.online import runtime_of
 from w4pack.convert.modeljobs.overlap import Behind, overlaps
@@ -285,7 +285,7 @@ class QuantizeRun:
             else:
                 _say(self.team, REPEAT)
                 model.repeat(layer.index, self._stored)
-                self._tell(model, layer)
+                self._tell(model, layer, "kept")
         self._behind.wait()
         self._judge(model)
 
@@ -303,13 +303,13 @@ class QuantizeRun:
                 found[index_of[op.source]][number] = op
         return [_Layer(index, ops) for index, ops in found.items()]
 
-    def _tell(self, model: ModelRun, layer: _Layer) -> None:
+    def _tell(self, model: ModelRun, layer: _Layer, how: str = "quantized") -> None:
         errors = [self.finished[n].report["error"] for n in layer.ops if n in self.finished]
         spent, done = time.monotonic() - self._started, layer.index + 1
         left = spent / done * (model.layers - done)
         mean = f", mean output error {sum(errors) / len(errors):.2%}" if errors else ""
         most = peak_text(self.prepared.device)
-        text = f"layer {done} of {model.layers}{mean}, at most {most}, about {time_text(left)} left"
+        text = f"layer {done} of {model.layers} {how}{mean}, at most {most}, about {time_text(left)} left"
         self.reporter.event("note", text=text)
 
     def _stop_here(self, team: Team | None = None) -> None:
@@ -323,17 +323,7 @@ class QuantizeRun:
         counts = self._expert_tokens()
         if counts:
             self.outcome["expert_tokens"] = counts
-        limit = self.running.max_kl
-        if not found.kl <= limit:
-            raise VerifyError(
-                "the quantized model no longer predicts what the source does; nothing is published",
-                code="quality",
-                where=f"{found.tokens} calibration tokens",
-                expected=f"a divergence of at most {limit:g} nats a token",
-                found=f"{found.kl:.3f}",
-                hint="more bits, smaller groups, `--rotate offline` or more calibration text lose less; "
-                "`--max-kl NATS` allows more",
-            )
+        judge(found, self.running.max_kl, self.prepared, self.plan, self.files.folder.parent)
 
     def _expert_tokens(self) -> dict[str, list[int]]:
         """Return name of a set of experts -> calibration tokens of each, in their order."""

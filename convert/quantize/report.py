@@ -53,7 +53,7 @@ def _settings(plan: _Planned, outcome: Mapping[str, Any], settings: Mapping[str,
     if "kl" in outcome:
         lines.append(
             f"- divergence from the source on {outcome['kl_tokens']} calibration tokens: "
-            f"{outcome['kl']:.4f} nats a token"
+            f"{outcome['kl']:.3g} nats a token"
         )
     return "\n".join(lines)
 

@@ -357,10 +357,9 @@ def test_f81_a_result_that_no_longer_predicts_is_not_published(
     )
     assert "--max-kl" in done.error["hint"] and float(done.error["found"]) > 0.5
     assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob("*.w4pack-staging"))
-    quantize(llama, tmp_path / "out", "--max-kl", "inf", text=book).expect(0)
+    quantize(llama, tmp_path / "out", "--max-kl", 1000, "--resume", text=book).expect(0)
     assert manifest(tmp_path / "out")["quantization"]["kl"] == pytest.approx(
-        float(done.error["found"]), abs=1e-3
+        float(done.error["found"]), rel=5e-3
     )
 
 
