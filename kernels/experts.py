@@ -74,6 +74,23 @@ def product(
     return y[:, : spec.out_features]
 
 
+def dense_product(
+    weight: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Return (R, out_features): as ``product``, of experts left in 16 bit; ``weight`` (experts, out, in).
+
+    Every expert is run on all pairs and its own are kept: right for any routing without waiting for the
+    device, and made for the few experts of a layer that a quantizer has left out.
+    """
+    taken = x[rows.long()]
+    pairs = torch.arange(rows.shape[0], dtype=offsets.dtype, device=rows.device).unsqueeze(-1)
+    out = x.new_zeros((rows.shape[0], weight.shape[1]))
+    for expert, matrix in enumerate(weight.to(x.dtype)):
+        mine = (pairs >= offsets[expert]) & (pairs < offsets[expert + 1])
+        out = torch.where(mine, taken @ matrix.t(), out)
+    return out
+
+
 class PackedExperts(nn.Module):
     """All experts of a layer: y = sum over chosen experts of weight * down(act(gate(x)) * up(x)).
 
@@ -138,6 +155,17 @@ def routed(
     The sum over a token's experts is in fp32, in the order of ``chosen``, rounded once: it depends neither
     on other tokens nor on the order in which pairs were computed.
     """
+    return weighted(by_choice(x, chosen, num_experts, gated, down), weights).to(x.dtype)
+
+
+def by_choice(
+    x: torch.Tensor, chosen: torch.Tensor, num_experts: int, gated: Layer, down: Layer
+) -> torch.Tensor:
+    """Return fp32 (T, k, H): what each chosen expert makes of its token, zeros where nobody is chosen.
+
+    As ``routed``, which adds them up. Experts in several stacks, of one scheme each, are run stack by stack,
+    the others' choices as nobody's: the sum of the results is exact, for all but one are zero.
+    """
     tokens, choices = chosen.shape
     experts, order = torch.sort(chosen.reshape(-1), stable=True)
     borders = torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
@@ -147,9 +175,12 @@ def routed(
     pairs = torch.arange(tokens * choices, dtype=torch.int32, device=rows.device)
     y = down(inner, pairs, offsets)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    by_token = y[places].view(tokens, choices, -1).float()
-    out: torch.Tensor = (by_token * weights.float().unsqueeze(-1)).sum(1)
-    return out.to(x.dtype)
+    return y[places].view(tokens, choices, -1).float()
+
+
+def weighted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return fp32 (T, H), the sum over a token's choices of weight (T, k) * value (T, k, H)."""
+    return (values * weights.float().unsqueeze(-1)).sum(1)
 
 
 class ExpertParts(nn.Module):

@@ -31,12 +31,6 @@ def _online(model: Model, tp: int) -> Iterator[Finding]:
         yield Finding(key(model, "online"), "no records", checks.short(records))
 
 
-def _tied_head(model: Model, tp: int) -> Iterator[Finding]:
-    heads = [kind for kind in model.kinds if kind.lm_head]
-    if heads and model.facts.config.get("tie_word_embeddings"):
-        yield Finding(heads[0].where, "tie_word_embeddings false", "a packed head of a tied model")
-
-
 def _n_tile(model: Model, kind: Kind, tp: int) -> Hit:
     """Column-parallel modules whose share is not whole tiles: of each part, where the file holds several."""
     sections = _sections(model, kind, tp)
@@ -72,7 +66,7 @@ def _head_tile(model: Model, kind: Kind, tp: int) -> Hit:
 
 
 def _experts(model: Model, tp: int) -> Iterator[Finding]:
-    """Experts of one layer are stacked: each of their linears must be the same in all of them."""
+    """Experts of one layer are stacked scheme by scheme, one product each."""
     kinds: dict[str, set[tuple[object, ...]]] = defaultdict(set)
     for layer in model.facts.layers:
         number = expert_index(layer.name)
@@ -90,6 +84,13 @@ def _partial_experts(model: Model, tp: int) -> Iterator[Finding]:
     for item in model.uneven:
         if item.partial and item.expert:
             yield Finding(item.where, "all experts packed, or none", item.parts, item.count)
+
+
+def _packed_experts(model: Model, tp: int) -> Iterator[Finding]:
+    found = [kind for kind in model.kinds if kind.expert]
+    if found:
+        total = sum(len(kind.names) for kind in found)
+        yield Finding(found[0].where, "adapters on other layers only", "packed experts", total)
 
 
 RULES = (
@@ -131,19 +132,20 @@ RULES = (
         test=w4pack.k_order, run=True,
     ),
     Rule(
-        "vllm.plugin-tied-head", "refuses", "lm_head, tie_word_embeddings", "the engine would take the "
-        "embedding for the head", "tie_word_embeddings false in config.json", whole=_tied_head,
-    ),
-    Rule(
         "vllm.plugin-expert-names", "refuses", "names of experts", "the class maps other names",
         "convert: writes the names the class maps", whole=checks.expert_names,
     ),
     Rule(
-        "vllm.plugin-experts", "refuses", "schemes of experts", "experts of a layer are stacked",
-        "convert the same scheme for all experts", whole=_experts,
+        "vllm.plugin-experts", "note", "schemes of experts", "experts of a layer are stacked scheme by "
+        "scheme: one product for each", "convert the same scheme for all experts", whole=_experts, run=True,
     ),
     Rule(
-        "vllm.plugin-partial-experts", "refuses", "experts left in 16 bit", "experts of a layer are stacked",
-        "--ignore all experts of that layer", whole=_partial_experts,
+        "vllm.plugin-partial-experts", "slow", "experts left in 16 bit", "each of them is run on all tokens "
+        "of a step", "--ignore all experts of that layer", whole=_partial_experts, run=True,
+    ),
+    Rule(
+        "vllm.plugin-lora-experts", "note", "experts", "--enable-lora is refused unless --lora-target-modules "
+        "leaves experts out: the engine adds adapters of experts inside its own kernels",
+        "--lora-target-modules with the other layers", whole=_packed_experts, run=True,
     ),
 )  # fmt: skip

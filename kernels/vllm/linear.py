@@ -141,17 +141,14 @@ class W4PackLinearMethod(LinearMethodBase):
         orders.check({name: tensors["act_perm"] for name, tensors in held if "act_perm" in tensors})
 
     def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> nn.Module:
-        """Refuse to tie: a packed head is not the embedding.
+        """Leave the head as it is: a packed head is its own, whatever config.json says.
 
-        Raises:
-            Refused: always.
+        The releases that are tested unset ``tie_word_embeddings`` by themselves where a file has a head, and
+        so ask for this only when no file is read. Were it asked for otherwise, the engine would not hand the
+        head's tensors over, and loading would name them as missing.
         """
-        raise Refused(
-            "config.json ties the output head to the embedding, and the file has a packed head of its own",
-            code="tied-head",
-            where=f"{self.members[0]}.weight",
-            hint="set tie_word_embeddings to false in config.json",
-        )
+        own: nn.Module = layer
+        return own
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return (..., outputs of this rank) of x (..., inputs of this rank), in x's dtype."""

@@ -1,7 +1,8 @@
 """Experts of the engine over our grouped product, with or without an act-order of each expert's own."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -13,16 +14,16 @@ from vllm.model_executor.utils import is_weights_pre_processed
 from w4pack.convert.errors import Refused
 from w4pack.kernels import experts, orders
 from w4pack.kernels.vllm import parts as parts_of
+from w4pack.kernels.vllm.kinds import Kind, Names, kinds, places
 from w4pack.kernels.vllm.lazy import seen
 from w4pack.kernels.vllm.linear import check_loaded
-from w4pack.kernels.vllm.parts import Part, Rank, Wanted
+from w4pack.kernels.vllm.parts import Part, Rank, Run, Wanted
 from w4pack.kernels.vllm.source import Source
 from w4pack.kernels.vllm.stores import Layout, Store
 
 FIRST, LAST = "w13_", "w2_"  # the engine's names of gate and up together, and of down
 SHARDS = {"w1": (FIRST, 0), "w3": (FIRST, 1), "w2": (LAST, 0)}
 ACTIVATIONS = (MoEActivation.SILU, MoEActivation.GELU, MoEActivation.GELU_TANH)
-Names = Callable[[int, str], str]  # expert, "w1" | "w2" | "w3" -> module of the file
 
 
 def is_experts(layer: Any) -> bool:
@@ -38,7 +39,7 @@ def method(
     adapters  the engine's settings for LoRA: it wraps every layer that they do not leave out
 
     Raises:
-        Refused: some experts of a layer are packed and others are not; adapters on packed experts.
+        Refused: adapters on packed experts.
     """
     base = prefix.removesuffix(".routed_experts")
     leaves = {"w1": layer.ckpt_gate_proj_name, "w2": layer.ckpt_down_proj_name, "w3": layer.ckpt_up_proj_name}
@@ -46,19 +47,9 @@ def method(
     def name(expert: int, leaf: str) -> str:
         return f"{base}.{expert}.{leaves[leaf]}"
 
-    wanted = [name(e, leaf) for e in range(layer.moe_config.num_logical_experts) for leaf in SHARDS]
-    found = [module for module in wanted if module in source.specs]
-    if not found:
+    count = layer.moe_config.num_logical_experts
+    if not any(name(e, leaf) in source.specs for e in range(count) for leaf in SHARDS):
         return None
-    if len(found) < len(wanted):
-        raise Refused(
-            "some experts of a layer are packed and others are not",
-            code="experts",
-            where=next(module for module in wanted if module not in source.specs),
-            expected=f"{len(wanted)} packed layers in {base}",
-            found=str(len(found)),
-            hint=f"w4pack convert SOURCE OUT --ignore 're:{base}.*' leaves all of them in 16 bit",
-        )
     if adapters is not None and adapters.target_modules is None:
         raise Refused(
             "adapters on packed experts do not run",
@@ -72,7 +63,7 @@ def method(
 
 
 class W4PackMoEMethod(FusedMoEMethodBase):
-    """The experts of one decoder layer, stacked; gate and up as one product where they are alike."""
+    """The experts of one decoder layer, stacked kind by kind; gate and up are one product where they fit."""
 
     supports_pre_processed_weights = True  # as of linear layers
 
@@ -101,51 +92,47 @@ class W4PackMoEMethod(FusedMoEMethodBase):
         """Make the stacks' parameters.
 
         Raises:
-            Refused: experts that differ, an activation that is not known, a partition that cuts a tile or
-                a group, or rows of a layer with an act-order.
+            Refused: an activation that is not known, a partition that cuts a tile or a group, or rows of a
+                layer with an act-order.
             SourceError: experts of other sizes than the engine's.
         """
         _check_layer(layer, self.name(0, "w1"))
-        config = self.moe.moe_parallel_config
-        rank = Rank(config.tp_rank, config.tp_size)
+        experts = range(self.moe.num_logical_experts)
+        numbers = {e: layer._map_global_expert_id_to_local_expert_id(e) for e in experts}
+        layer.w4pack_kinds = kinds(self.source, self.name, {e: n for e, n in numbers.items() if n != -1})
+        if len(layer.w4pack_kinds) > 1:
+            layer.register_buffer("w4pack_places", places(layer.w4pack_kinds, len(experts)), persistent=False)
         inner = intermediate_size_per_partition
         first = Wanted(layer.layer_name, hidden_size, (inner, inner))
         last = Wanted(layer.layer_name, inner, (hidden_size,))
-        gate_up = (self._part("w1", 0, first, rank), self._part("w3", 1, first, rank))
-        layouts = (
-            Layout(FIRST, parts_of.runs(gate_up, self._order), params_dtype, num_experts),
-            Layout(
-                LAST, parts_of.runs([self._part("w2", 0, last, rank)], self._order), params_dtype, num_experts
-            ),
-        )
-        layer.w4pack = {layout.prefix: Store(layer, layout) for layout in layouts}
-        for layout in layouts:
+        layer.w4pack = {}
+        for prefix, leaves, wanted in ((FIRST, ("w1", "w3"), first), (LAST, ("w2",), last)):
+            runs = [run for kind in layer.w4pack_kinds for run in self._runs(kind, leaves, wanted)]
+            layout = Layout(prefix, tuple(runs), params_dtype, self._suffixes(leaves))
+            layer.w4pack[prefix] = Store(layer, layout)
             for suffix in layout.suffixes:
-                getattr(layer, layout.prefix + suffix).weight_loader = self._loader(layer, suffix)
+                getattr(layer, prefix + suffix).weight_loader = self._loader(layer, suffix)
 
-    def _part(self, leaf: str, shard: int, wanted: Wanted, rank: Rank) -> Part:
-        """Return the share of one layer of every expert, which must all be alike."""
-        kinds = {}
-        for expert in range(self.moe.num_logical_experts):
-            module = self.name(expert, leaf)
-            kinds[self.source.specs[module], self.source.scales(module)] = module
-        if len(kinds) > 1:
-            raise Refused(
-                "the experts of a layer are packed in different ways",
-                code="experts-mixed",
-                where=", ".join(kinds.values()),
-                expected="the same bits, groups, symmetry, order and scale dtype in every expert of a layer",
-                found=" and ".join(f"{s.bits} bit g{s.group_size}, scales {dtype}" for s, dtype in kinds),
-            )
-        ((spec, scales),) = kinds
-        return parts_of.packed(self.name(0, leaf), shard, spec, wanted, rank, scales)
+    def _suffixes(self, leaves: Sequence[str]) -> frozenset[str]:
+        """Return the kinds of tensors that some layers of the experts of all ranks have."""
+        modules = (self.name(e, leaf) for e in range(self.moe.num_logical_experts) for leaf in leaves)
+        specs = {self.source.specs.get(module) for module in modules}
+        return frozenset(suffix for spec in specs if spec is not None for suffix in spec.shapes())
 
-    def _order(self, module: str) -> bytes | None:
-        """Return the orders of a layer of all experts, by the module of the first one."""
-        leaf = next(leaf for leaf in SHARDS if self.name(0, leaf) == module)
-        found = [self.source.order(self.name(e, leaf)) for e in range(self.moe.num_logical_experts)]
-        known = [order for order in found if order is not None]
-        return b"".join(known) if len(known) == len(found) else None
+    def _runs(self, kind: Kind, leaves: Sequence[str], wanted: Wanted) -> Iterator[Run]:
+        """Yield the stacks of some layers of the experts of a kind."""
+        parts = [self._part(self.name(kind.experts[0], leaf), SHARDS[leaf][1], wanted) for leaf in leaves]
+        for run in parts_of.runs(parts, kind.order(self.source, self.name)):
+            yield replace(run, experts=kind.numbers)
+
+    def _part(self, module: str, shard: int, wanted: Wanted) -> Part:
+        """Return the share of one layer of every expert that is like this one."""
+        config = self.moe.moe_parallel_config
+        rank = Rank(config.tp_rank, config.tp_size)
+        spec = self.source.specs.get(module)
+        if spec is None:
+            return parts_of.dense(module, shard, self.source.dense_shape(module), wanted, rank)
+        return parts_of.packed(module, shard, spec, wanted, rank, self.source.scales(module))
 
     def _loader(self, layer: Any, suffix: str) -> Callable[..., bool | None]:
         # The engine knows these arguments by name, and gives another ``param`` when weights are reloaded.
@@ -187,20 +174,13 @@ class W4PackMoEMethod(FusedMoEMethodBase):
                     perms[f"{run.parts[0].module} ({prefix}act_perm)"] = tensors["act_perm"]
         orders.check(perms)
 
-    def _missing(self, layer: Any) -> list[str]:
-        here = [
-            expert
-            for expert in range(self.moe.num_logical_experts)
-            if layer._map_global_expert_id_to_local_expert_id(expert) != -1
-        ]
-        found = []
-        for leaf, (prefix, shard) in SHARDS.items():
-            store = layer.w4pack[prefix]
-            part = next(p for run in store.layout.runs for p in run.parts if p.shard == shard)
-            for module in (self.name(expert, leaf) for expert in here):
-                suffixes = part.spec.shapes() if part.spec is not None else ()
-                found += [f"{module}.{suffix}" for suffix in suffixes if not store.came(module, suffix)]
-        return found
+    def _missing(self, layer: Any) -> Iterator[str]:
+        for kind in layer.w4pack_kinds:
+            for leaf, (prefix, shard) in SHARDS.items():
+                store = layer.w4pack[prefix]
+                run = next(r for r in _of(kind, store.layout) if shard in [p.shard for p in r.parts])
+                for module in (self.name(expert, leaf) for expert in kind.experts):
+                    yield from (f"{module}.{s}" for s in run.shapes() if not store.came(module, s))
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Return nothing: the engine's own expert kernels are not used."""
@@ -220,26 +200,58 @@ class W4PackMoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the sum of the chosen experts of this rank, (T, hidden), in x's dtype."""
-        chosen = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
-        count = layer.w4pack[FIRST].layout.experts
-        if layer.expert_map is not None:
-            chosen = torch.where(chosen < 0, count, chosen)  # another rank's: behind all of ours
-        first, last = (_products(layer, prefix) for prefix in (FIRST, LAST))
+        results = (self._of_kind(layer, number, x, topk_ids) for number in range(len(layer.w4pack_kinds)))
+        return experts.weighted(reduce(torch.Tensor.add_, results), topk_weights).to(x.dtype)
 
-        def gated(x: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-            outputs = [product(x, rows, offsets) for product in first]
-            both = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-            out = both.new_empty((both.shape[0], both.shape[1] // 2))
-            apply_moe_activation(layer.activation, out, both.contiguous())
-            return out
-
-        return experts.routed(x, chosen, topk_weights, count, gated, last[0])
+    def _of_kind(self, layer: Any, number: int, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return fp32 (T, k, hidden): what the experts of a kind make of the tokens that chose them."""
+        kind: Kind = layer.w4pack_kinds[number]
+        first, (last,) = _products(layer, kind, FIRST), _products(layer, kind, LAST)
+        count, gated = len(kind.numbers), partial(_gated, layer.activation, first)
+        return experts.by_choice(x, _chosen(layer, number, count, chosen), count, gated, last)
 
 
-def _products(layer: Any, prefix: str) -> list[experts.Layer]:
+def _chosen(layer: Any, kind: int, count: int, experts: torch.Tensor) -> torch.Tensor:
+    """Return which of the ``count`` experts of a kind are chosen; ``count``: one of another kind or rank."""
+    if len(layer.w4pack_kinds) > 1:
+        table: torch.Tensor = layer.w4pack_places[kind]
+        return table[experts.long()]
+    if layer.expert_map is None:
+        return experts
+    chosen = layer.expert_map[experts.long()]
+    return torch.where(chosen < 0, count, chosen)  # behind all of ours
+
+
+def _gated(
+    activation: Any,
+    products: Sequence[experts.Layer],
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+) -> torch.Tensor:
+    """Return the activation of gate times up, (R, inner)."""
+    outputs = [product(x, rows, offsets) for product in products]
+    both = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+    out = both.new_empty((both.shape[0], both.shape[1] // 2))
+    apply_moe_activation(activation, out, both.contiguous())
+    return out
+
+
+def _of(kind: Kind, layout: Layout) -> list[Run]:
+    """Return the stacks of a kind."""
+    return [run for run in layout.runs if run.experts == kind.numbers]
+
+
+def _products(layer: Any, kind: Kind, prefix: str) -> list[experts.Layer]:
     layout: Layout = layer.w4pack[prefix].layout
     pairs = zip(layout.runs, layout.tensors(layer), strict=True)
-    return [partial(experts.product, run.spec, tensors) for run, tensors in pairs if run.spec is not None]
+    return [_product(run, tensors) for run, tensors in pairs if run.experts == kind.numbers]
+
+
+def _product(run: Run, tensors: dict[str, torch.Tensor]) -> experts.Layer:
+    if run.spec is None:
+        return partial(experts.dense_product, tensors["weight"])
+    return partial(experts.product, run.spec, tensors)
 
 
 def _check_layer(layer: Any, where: str) -> None:

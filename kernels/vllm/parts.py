@@ -8,6 +8,7 @@ order, or that have padded columns in between, stay apart: one product each. Pur
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from w4pack.convert.errors import Refused, SourceError
 from w4pack.kernels import linears
@@ -68,11 +69,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Parts side by side in one weight of ``spec``; None: one part in 16 bit, (outputs, inputs)."""
+    """Parts side by side in one weight of ``spec``; None: one part in 16 bit, (outputs, inputs).
+
+    experts  of a stack: the rank's numbers of the experts in it, in their order; None: no stack
+    """
 
     spec: LinearSpec | None
     parts: tuple[Part, ...]
     scales: str = "F16"
+    experts: Sequence[int] | None = None
 
     @property
     def width(self) -> int:
@@ -81,10 +86,17 @@ class Run:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return suffix -> shape of the tensors of the run, without the bias."""
+        stack = () if self.experts is None else (len(self.experts),)
         if self.spec is None:
             (part,) = self.parts
-            return {"weight": (part.width, part.rows[1] - part.rows[0])}
-        return {suffix: shape for suffix, shape in self.spec.shapes().items() if suffix in SUFFIXES}
+            return {"weight": (*stack, part.width, part.rows[1] - part.rows[0])}
+        return {s: (*stack, *shape) for s, shape in self.spec.shapes().items() if s in SUFFIXES}
+
+    def share(self, tensor: Any, expert: int | None) -> Any | None:
+        """Return the part of the run's tensor that an expert, or no expert, fills; None: it has none here."""
+        if expert is None or self.experts is None:
+            return tensor
+        return tensor[self.experts.index(expert)] if expert in self.experts else None
 
     def target(self, suffix: str, part: Part) -> Cuts:
         """Return where in the run's tensor a part lies: dimension -> range."""

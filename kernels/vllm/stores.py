@@ -27,19 +27,20 @@ class Layout:
     """Where the tensors of each run lie in a layer's parameters.
 
     prefix  of the parameters' names: "" or, of experts, ``w13_`` and ``w2_``
-    experts None, or how many are stacked: their number is the first dimension
     dtype   of activations, and of parts left in 16 bit
+    kinds   of tensors that the file has for the layer; what only other ranks' experts have is empty here
     """
 
     prefix: str
     runs: tuple[Run, ...]
     dtype: torch.dtype
-    experts: int | None = None
+    kinds: frozenset[str] = frozenset()
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Kinds of tensors that any run has."""
-        return tuple(s for s in SUFFIXES if any(s in run.shapes() for run in self.runs))
+        """Kinds of tensors that any run has, and the others of the layer."""
+        held = {suffix for run in self.runs for suffix in run.shapes()}
+        return tuple(suffix for suffix in SUFFIXES if suffix in held | self.kinds)
 
     def places(self, suffix: str) -> list[Place | None]:
         """Return for each run where its tensor lies in the parameter; None: it has no such tensor."""
@@ -50,8 +51,6 @@ class Layout:
             if shape is None:
                 found.append(None)
                 continue
-            if self.experts is not None:
-                shape = (self.experts, *shape)
             dtype = self._dtype(run, suffix)
             nbytes = prod(shape) * dtype.itemsize
             found.append((start, nbytes, shape, dtype))
@@ -69,6 +68,8 @@ class Layout:
         An order that is not loaded (an engine's dummy weights) must not point outside.
         """
         places = [place for place in self.places(suffix) if place is not None]
+        if not places:
+            return torch.zeros(0, dtype=torch.int32)
         if len(self.runs) == 1:
             _, _, shape, dtype = places[0]
             tensor = torch.zeros(shape, dtype=dtype)
@@ -83,7 +84,7 @@ class Layout:
 
     def views(self, suffix: str, parameter: torch.Tensor) -> list[torch.Tensor | None]:
         """Return the runs' tensors, as views of the parameter."""
-        if len(self.runs) == 1:
+        if len(self.runs) == 1 and suffix in self.runs[0].shapes():
             return [parameter]
         return [None if place is None else _view(parameter, place) for place in self.places(suffix)]
 
@@ -137,7 +138,7 @@ class Store:
             suffix: kind of the tensor.
             tensor: as it lies in the file.
             shard: number of the part; None: all parts.
-            expert: place in the stacks, and the name of its module.
+            expert: the rank's number of the expert, and the name of its module.
 
         Raises:
             SourceError: a tensor of another shape or dtype than the config says, or without a place; an
@@ -146,17 +147,17 @@ class Store:
         found = False
         views = self.layout.views(suffix, parameter.data)
         for number, (run, view) in enumerate(zip(self.layout.runs, views, strict=True)):
+            target = None if view is None else run.share(view, None if expert is None else expert[0])
             for part in run.parts:
-                if view is None or shard not in (None, part.shard):
+                if target is None or shard not in (None, part.shard):
                     continue
                 name = part.module if expert is None else expert[1]
-                _check(f"{name}.{suffix}", part, suffix, tensor, view.dtype)
+                _check(f"{name}.{suffix}", part, suffix, tensor, target.dtype)
                 if suffix == "act_perm" and len(run.parts) > 1:
                     self._compare((number, -1 if expert is None else expert[0]), name, tensor)
                 if suffix == "act_perm" and part is not run.parts[0]:
                     lazy.seen(tensor)  # one order serves the whole run
                 else:
-                    target = view if expert is None else view[expert[0]]
                     _narrowed(target, run.target(suffix, part)).copy_(_narrowed(tensor, part.source(suffix)))
                 self._filled.add((name, suffix))
                 found = True

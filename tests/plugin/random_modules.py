@@ -3,8 +3,12 @@
 import numpy as np
 import torch
 
+from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
 from w4pack.kernels import reference
 from w4pack.kernels.spec import LinearSpec
+
+TAGS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
+Files = dict[str, dict[str, torch.Tensor]]
 
 
 def tensors_of(spec: LinearSpec, seed: int, scales: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
@@ -34,3 +38,20 @@ def matrix(spec: LinearSpec, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         natural[tensors["act_perm"].long()] = rows
         return natural
     return rows
+
+
+def source(specs: dict[str, LinearSpec], files: Files):  # noqa: ANN201
+    """What the plugin knows of files that hold these tensors."""
+    from w4pack.kernels.vllm.source import Source
+
+    tensors = {}
+    for module, found in files.items():
+        for suffix, tensor in found.items():
+            name, tag, shape = f"{module}.{suffix}", TAGS[tensor.dtype], tuple(tensor.shape)
+            tensors[name] = TensorInfo(name, tag, shape, "", 0, tensor_nbytes(tag, shape))
+    return Source({}, specs, tensors)
+
+
+def bound(exact: torch.Tensor, k: int) -> float:
+    """One rounding to fp16 of a sum of ``k`` products in fp32, whose inputs were rounded to fp16."""
+    return (2**-10 + k * 2**-22) * float(exact.abs().max())

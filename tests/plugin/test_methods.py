@@ -1,4 +1,4 @@
-"""The engine's linear and expert methods on layers that stand in for the engine's: on a CPU, and on a card.
+"""The engine's linear method on layers that stand in for the engine's: on a CPU, and on a card.
 
 Artifacts of random words; what a layer computes is compared with the dequantized matrices in fp64.
 """
@@ -7,44 +7,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from plugin import standins  # noqa: E402
-from plugin.random_modules import matrix, tensors_of  # noqa: E402
+from plugin.random_modules import bound, matrix, source, tensors_of  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes  # noqa: E402
 from w4pack.kernels.spec import LinearSpec  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-TAGS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
-Files = dict[str, dict[str, torch.Tensor]]
 
 
 @pytest.fixture(autouse=True)
 def _engine() -> Iterator[None]:
     with standins.engine():
         yield
-
-
-def source(specs: dict[str, LinearSpec], files: Files):  # noqa: ANN201
-    """What the plugin knows of files that hold these tensors."""
-    from w4pack.kernels.vllm.source import Source
-
-    tensors = {}
-    for module, found in files.items():
-        for suffix, tensor in found.items():
-            name, tag, shape = f"{module}.{suffix}", TAGS[tensor.dtype], tuple(tensor.shape)
-            tensors[name] = TensorInfo(name, tag, shape, "", 0, tensor_nbytes(tag, shape))
-    return Source({}, specs, tensors)
-
-
-def bound(exact: torch.Tensor, k: int) -> float:
-    """One rounding to fp16 of a sum of ``k`` products in fp32, whose inputs were rounded to fp16."""
-    return (2**-10 + k * 2**-22) * float(exact.abs().max())
 
 
 KINDS = {
@@ -111,58 +90,6 @@ def test_a_loaded_layer_holds_the_bytes_of_the_file_where_they_were_put(
     for suffix, parameter in layer.named_parameters():
         parts = [files[module][suffix] for module in specs]
         assert torch.equal(parameter, parts[0] if suffix == "act_perm" else torch.cat(parts, dim=-1))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("here", [None, (0, 2)])
-def test_experts(here: tuple[int, ...] | None, apart: bool, ordered: bool, device: str) -> None:
-    from w4pack.kernels.vllm.moe import method as method_of
-
-    count, hidden, inner, tokens = 4, 128, 128, 9
-    first = LinearSpec(hidden, inner, group_size=32, act_order=ordered)
-    kinds = {
-        "w1": first,
-        "w3": replace(first, bits=8) if apart else first,
-        "w2": replace(first, in_features=inner),
-    }
-    specs = {f"m.experts.{e}.{leaf}": spec for e in range(count) for leaf, spec in kinds.items()}
-    files = {name: tensors_of(spec, seed) for seed, (name, spec) in enumerate(specs.items())}
-    layer = standins.Experts("m.experts", count)
-    local = list(range(count)) if here is None else list(here)
-    if here is not None:
-        layer.expert_map = torch.tensor(
-            [local.index(e) if e in here else -1 for e in range(count)], device=device
-        )
-    method = method_of(source(specs, files), layer, "m.experts")
-    with torch.device(device):
-        method.create_weights(layer, len(local), hidden, inner, torch.float16)
-    for name, found in files.items():
-        _, _, expert, leaf = name.split(".")
-        prefix = "w2_" if leaf == "w2" else "w13_"
-        for suffix, tensor in found.items():
-            parameter = getattr(layer, prefix + suffix)
-            took = parameter.weight_loader(parameter, tensor, name, leaf, int(expert), return_success=True)
-            assert took == (int(expert) in local)
-    method.process_weights_after_loading(layer)
-    rng = np.random.default_rng(1)
-    x = torch.randn(tokens, hidden).half()
-    chosen = torch.from_numpy(np.stack([rng.permutation(count)[:2] for _ in range(tokens)]).astype(np.int32))
-    weights = torch.rand(tokens, 2)
-    out = method.apply(layer, x.to(device), weights.to(device), chosen.to(device)).cpu()
-    exact = torch.zeros(tokens, hidden, dtype=torch.float64)
-    for token in range(tokens):
-        for expert, weight in zip(chosen[token].tolist(), weights[token].tolist(), strict=True):
-            if expert in local:
-                gate, up, down = (
-                    matrix(kinds[leaf], files[f"m.experts.{expert}.{leaf}"]) for leaf in ("w1", "w3", "w2")
-                )
-                row = x[token].double()
-                mid = torch.nn.functional.silu(row @ gate.double()) * (row @ up.double())
-                exact[token] += weight * (mid @ down.double())
-    # gate, up and their product are rounded to fp16 on the way: three units more
-    assert float((out.double() - exact).abs().max()) <= 4 * bound(exact, hidden)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -505,11 +505,6 @@ PLUGIN = (
         tp=2,
     ),
     Case(
-        "vllm.plugin-tied-head",
-        artifact((*block("marlin"), PACKED_HEAD), CONFIG | {"tie_word_embeddings": True}),
-        artifact((*block("marlin"), PACKED_HEAD)),
-    ),
-    Case(
         "vllm.plugin-expert-names",
         artifact(tuple(replace(x, name=x.name.replace("block_sparse_moe", "mlp")) for x in EXPERTS), MIXTRAL),
         artifact(EXPERTS, MIXTRAL),
@@ -524,6 +519,7 @@ PLUGIN = (
         replace(artifact(without(EXPERTS, "experts.1.w2"), MIXTRAL), dense=DENSE_EXPERT),
         artifact(EXPERTS, MIXTRAL),
     ),
+    Case("vllm.plugin-lora-experts", artifact(EXPERTS, MIXTRAL), artifact()),
 )
 
 CASES = VLLM + SGLANG + TRANSFORMERS + W4PACK + PLUGIN
@@ -577,6 +573,17 @@ def test_an_artifact_is_taken_by_vllm_with_the_plugin_and_says_so() -> None:
     for tp in (1, 2):
         result = evaluate(artifact(), "vllm", tp)
         assert (result.verdict, [n.rule for n in result.notes]) == ("ok", ["vllm.plugin"])
+
+
+def test_a_packed_head_of_a_model_that_is_called_tied_is_taken_as_it_is() -> None:
+    model = artifact((*block("marlin"), PACKED_HEAD), CONFIG | {"tie_word_embeddings": True})
+    assert evaluate(model, "vllm", 1).verdict == "ok"
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_experts_that_differ_are_taken(bits: int) -> None:
+    found = evaluate(artifact(changed(EXPERTS, "experts.1.w2", bits=bits), MIXTRAL), "vllm", 1)
+    assert (found.verdict, "vllm.plugin-experts" in {n.rule for n in found.notes}) == ("ok", bits == 8)
 
 
 def test_unequal_parts_of_a_fused_layer_are_no_reason_to_refuse_an_artifact() -> None:
