@@ -62,10 +62,17 @@ def _check_text(answers: Sequence[Given]) -> list[str]:
         for result in answer["results"]:
             lines.append(f"  TP {result['tp']:<4}{_verdict(result['verdict'])}")
             lines += _blocker_lines(result["blockers"])
-        if answer["suggestion"]:
-            lines.append(f"  try: {answer['suggestion']}")
+        lines += _ways(answer)
     lines.append(f"evidence  {answers[0]['evidence']}: {size_text(answers[0]['bytes_read'])} read")
     return lines
+
+
+def _ways(answer: Given) -> list[str]:
+    """Return the command that gets around the blockers, or in words what would, once for each rule."""
+    if answer["suggestion"]:
+        return [f"  try: {answer['suggestion']}"]
+    cures = dict.fromkeys(b["cure"] for result in answer["results"] for b in result["blockers"])
+    return [f"  way on: {cure}" for cure in cures if cure]
 
 
 def _verdict(verdict: str) -> str:

@@ -52,16 +52,21 @@ class DenseFacts:
 
 @dataclass(frozen=True, slots=True)
 class Warning_:  # noqa: N801 - the plain name is a builtin
-    """One disagreement or oddity. ``code`` is a stable slug; the text is made from the fields."""
+    """One disagreement or oddity. ``code`` is a stable slug; the text is made from the fields.
+
+    hint  the way on, in words, if there is one
+    """
 
     code: str
     where: str
     expected: str
     found: str
+    hint: str | None = None
 
     def text(self) -> str:
         """Return the one-line human form."""
-        return f"{self.where}: expected {self.expected}, found {self.found} [{self.code}]"
+        way = "" if self.hint is None else f"; {self.hint}"
+        return f"{self.where}: expected {self.expected}, found {self.found}{way} [{self.code}]"
 
 
 @dataclass(frozen=True, slots=True)

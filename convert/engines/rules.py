@@ -2,15 +2,15 @@
 
 evaluate(facts, "vllm", 2)   -> EngineResult: takes it, refuses it, misreads it, or runs it slowly, and why
 suggest(results, facts)      -> the convert command that gets around the blockers, if one does
-max_tp(layer, config)        -> the largest tensor-parallel size at which a module can be cut
+max_tp(layer, config)        -> the largest tensor-parallel size at which a module can be cut (``cuts``)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from w4pack.convert.core.facts import LayerFacts, ModelFacts
+from w4pack.convert.core.facts import ModelFacts
 from w4pack.convert.engines import sglang, transformers, vllm, w4pack
-from w4pack.convert.engines.model import Model, role_of, survey
+from w4pack.convert.engines.cuts import max_tp
+from w4pack.convert.engines.model import Model, survey
 from w4pack.convert.engines.table import RANK, Blocker, Engine, EngineResult, Rule
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
 ENGINES: Mapping[str, Engine] = {
     e.name: e for e in (vllm.ENGINE, sglang.ENGINE, transformers.ENGINE, w4pack.ENGINE)
 }
-TP_SIZES = (1, 2, 4, 8)
 _BUILDS_FUSED = ("vllm", "sglang")
 
 # The last model looked at, by identity: one `check` asks for many engines and sizes of one model.
@@ -75,54 +74,9 @@ def _applies(rule: Rule, model: Model) -> bool:
 
 
 def _broken(rule: Rule, model: Model, tp: int) -> Iterator[Blocker]:
-    if rule.whole is not None:
-        for found in rule.whole(model, tp):
-            yield Blocker(found.where, rule.id, found.expected, found.found, found.count, rule.verdict)
-    if rule.test is not None:
-        for kind in model.kinds:
-            hit = rule.test(model, kind, tp)
-            if hit is not None:
-                yield Blocker(kind.where, rule.id, hit[0], hit[1], len(kind.names), rule.verdict)
-
-
-def max_tp(layer: LayerFacts, config: Mapping[str, Any]) -> int:
-    """Return the largest of 1, 2, 4, 8 at which the module's tensors can be cut, engines' tiles aside.
-
-    Column-parallel: N and its packed words; row-parallel: K in whole groups, and no real order of rows.
-    Key and value heads are repeated, not cut, past their number. A module of unknown role must fit both ways.
-    """
-    heads = _kv_heads(config) if role_of(layer.name) == "column" and _is_kv(layer.name) else None
-    best = 1
-    for tp in TP_SIZES[1:]:
-        if not _fits(layer, min(tp, heads) if heads else tp):
-            break
-        best = tp
-    return best
-
-
-def _kv_heads(config: Mapping[str, Any]) -> int | None:
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping):
-            value = part.get("num_key_value_heads", part.get("num_attention_heads"))
-            if isinstance(value, int) and value > 0:
-                return value
-    return None
-
-
-def _is_kv(name: str) -> bool:
-    return name.rpartition(".")[2] in ("k_proj", "v_proj")
-
-
-def _fits(layer: LayerFacts, ways: int) -> bool:
-    role = role_of(layer.name)
-    if role == "replicated":
-        return True
-    pack = 32 // layer.bits
-    column = layer.out_features % ways == 0 and (layer.out_features // ways) % pack == 0
-    group = 32 if layer.act_order == "block" else layer.group_size
-    row = layer.in_features % ways == 0 and (layer.in_features // ways) % (pack if group <= 0 else group) == 0
-    row = row and (layer.act_order != "groups" or ways == 1)
-    return column if role == "column" else row if role == "row" else column and row
+    for found in rule.findings(model, tp):
+        cure = rule.cure if found.cure is None else found.cure
+        yield Blocker(found.where, rule.id, found.expected, found.found, found.count, rule.verdict, cure)
 
 
 def suggest(results: Sequence[EngineResult], facts: ModelFacts) -> str | None:

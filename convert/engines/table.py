@@ -6,7 +6,7 @@ line. Notes never change the verdict of a result: rounding fp16 scales to bf16 i
 arithmetic itself, so calling it wrong would drown the cases that print nonsense.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,12 +19,16 @@ RANK: Mapping[str, int] = {"refuses": 0, "wrong": 1, "slow": 2, "note": 3}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One broken rule ; ``where`` names a config key, a module or a pattern of modules."""
+    """One broken rule ; ``where`` names a config key, a module or a pattern of modules.
+
+    cure  the way round this one, where the rule's own words are too wide
+    """
 
     where: str
     expected: str
     found: str
     count: int = 1
+    cure: str | None = None
 
 
 ModelTest = Callable[[Model, int], Iterable[Finding]]
@@ -56,6 +60,16 @@ class Rule:
     methods: tuple[str, ...] = ()
     run: bool = False
 
+    def findings(self, model: Model, tp: int) -> Iterator[Finding]:
+        """Yield what of a model breaks the rule at a tensor-parallel size."""
+        if self.whole is not None:
+            yield from self.whole(model, tp)
+        if self.test is not None:
+            for kind in model.kinds:
+                hit = self.test(model, kind, tp)
+                if hit is not None:
+                    yield Finding(kind.where, hit[0], hit[1], len(kind.names))
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -79,7 +93,7 @@ class Blocker:
     """A broken rule.
 
     ``layer`` is a module, a config key, or a pattern with ``*`` for the layer or expert index when the rule
-    hits every module of that pattern; ``count`` says how many.
+    hits every module of that pattern; ``count`` says how many. ``cure`` is the way round, in words.
     """
 
     layer: str
@@ -88,6 +102,7 @@ class Blocker:
     found: str
     count: int = 1
     verdict: Severity = "refuses"
+    cure: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ def k_order(model: Model, kind: Kind, tp: int) -> Hit:
 def online(model: Model, tp: int) -> Iterator[Finding]:
     """Records of what runs between the linears that this model has no place or no kernel for."""
     for item in model.facts.unfit:
-        yield Finding(item.where, item.expected, item.found)
+        cure = item.hint and f"w4pack generate, or w4pack.load, with {item.hint}"
+        yield Finding(item.where, item.expected, item.found, cure=cure)
 
 
 def online_split(model: Model, tp: int) -> Iterator[Finding]:
@@ -65,8 +66,8 @@ def online_split(model: Model, tp: int) -> Iterator[Finding]:
     for record in model.quant.get("online") or () if tp > 1 else ():
         order, block, site = (record.get(name) for name in ("order", "block", "site"))
         if site in SPLIT_SITES and order and (order % tp or order // tp % block):
-            where = f"{checks.key(model, 'online')}: {site}"
-            yield Finding(where, f"blocks within {order}/{tp}", f"blocks of {block}")
+            where, share = f"{checks.key(model, 'online')}: {site}", checks.count(order / tp)
+            yield Finding(where, f"blocks within {order}/{tp} = {share}", f"blocks of {block}")
 
 
 RULES = (

@@ -9,7 +9,7 @@ import torch
 
 from w4pack.convert.core.facts import Warning_
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.dialects.online import ACT_SITES, parse
+from w4pack.convert.dialects.online import ACT_SITES
 from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.files.provider import CheckpointProvider, Provider
 from w4pack.convert.files.readahead import ReadAhead
@@ -27,7 +27,6 @@ from w4pack.convert.quantize.calibration import Calibration, calibrate, check_wi
 from w4pack.convert.quantize.clips import ACT_DEFAULTS, KV_DEFAULTS, Clips
 from w4pack.convert.rotate.plan import RotationPlan
 from w4pack.convert.source.detect import Source
-from w4pack.convert.source.online import place, plain, without_kernel
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 CLIPS_LATER = Warning_(
@@ -133,7 +132,6 @@ def prepare(
     if runs_online(options):
         online = _online(model, options, provider, turned, calibration if measuring else None, device)
         model = replace(model, online=online)
-        warnings += _no_kernel(model)
         if calibration is not None and not measuring:
             warnings += (CLIPS_LATER,)
     chosen = None if asked.bpw is None else _chosen(model, options, provider, asked.bpw, device)
@@ -166,17 +164,6 @@ def _online(
         clips = find_clips(config, provider, runtime, calibration.windows, device)
     accounted = model_of(config, model.infos)
     return records(options, accounted, rotation, clips.acts, clips.keys, clips.values)
-
-
-def _no_kernel(model: ModelTensors) -> tuple[Warning_, ...]:
-    """Warn of a cache that the loader has no kernel for: the artifact will load with one of 16 bit alone."""
-    online = parse(list(model.online))
-    at = place(model.config, model.infos, plain(model.infos.values()))
-    bits, found = online.settings().kv_bits, without_kernel(online.settings(), at)
-    return tuple(
-        Warning_(p.code, f"--kv-bits {bits}", f"a head size with kernels: {p.expected}", str(p.found))
-        for p in found
-    )
 
 
 def device_of(name: str) -> torch.device:

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from w4pack.convert.core import families
-from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.core.scheme import ONE_GROUP
-from w4pack.convert.errors import Refused, name_some
+from w4pack.convert.errors import Refused
 from w4pack.convert.planning.decisions import State
 
 PAD_TILE = 128  # in_features per rank that every engine's kernels take
@@ -36,20 +35,6 @@ def pad_for_tp(state: State) -> None:
             by_key.setdefault(key.path[0], []).append(mlp)
     for name, mlps in by_key.items():
         _pad_sets(name, mlps, ranks, state)
-
-
-def uncut(ranks: int, planned: ModelFacts) -> tuple[Warning_, ...]:
-    """Say what keeps the output from being cut into the ranks that ``--pad-for-tp`` names, and what fits."""
-    from w4pack.convert.engines import cuts
-
-    found, largest = cuts.uncut(planned, ranks)
-    if not found:
-        return ()
-    where = name_some([f.where for f in found])
-    wanted = f"a model for TP {ranks}, as `--pad-for-tp {ranks}` asks: {found[0].expected}"
-    return (
-        Warning_("tp-not-reached", where, wanted, f"{found[0].found}; the largest that fits is TP {largest}"),
-    )
 
 
 def _in_features(module: str, state: State) -> int:

@@ -18,13 +18,14 @@ from w4pack.convert.core.facts import DenseFacts, LayerFacts, ModelFacts, Warnin
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.files import tensorfile
 from w4pack.convert.files.tensorfile import Shard, TensorInfo
-from w4pack.convert.planning import padding
 from w4pack.convert.planning.decide import decide
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
+from w4pack.convert.planning.limits import limits
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.record import from_plain, to_plain
 from w4pack.convert.planning.rotation import decide_rotation
 from w4pack.convert.planning.targets import TARGETS
+from w4pack.convert.source import online
 from w4pack.convert.source.detect import Source
 
 FORMAT_VERSION = 1
@@ -219,9 +220,7 @@ def make_plan(
         source_bytes=sum(t.nbytes for t in infos.values()),
         rotation=None if rotation is None else rotation.to_json(),
     )
-    ranks = options.pad_for_tp
-    limits = () if ranks is None else padding.uncut(ranks, planned_facts(source, plan))
-    return plan, (*source.warnings, *decisions.warnings, *limits)
+    return plan, (*source.warnings, *decisions.warnings, *limits(options, planned_facts(source, plan)))
 
 
 def dense_tag(source: Source, layer: LayerPlan, options: ConvertOptions) -> str:
@@ -344,7 +343,7 @@ def facts_of(config: Mapping[str, Any], plan: Plan) -> ModelFacts:
             )
         )
     files = ("config.json", *sorted({t.shard for t in plan.tensors}))
-    return ModelFacts(
+    facts = ModelFacts(
         config=output_config(config, plan),
         quant_config=plan.quant_config,
         quant_file="config.json" if plan.quant_config else None,
@@ -354,3 +353,4 @@ def facts_of(config: Mapping[str, Any], plan: Plan) -> ModelFacts:
         files=files,
         weight_files=files[1:],
     )
+    return replace(facts, unfit=online.shown(online.planned_problems(facts)))

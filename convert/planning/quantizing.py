@@ -18,8 +18,17 @@ from w4pack.convert.errors import Refused, W4PackError
 from w4pack.convert.files import tensorfile
 from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
+from w4pack.convert.planning.limits import limits
 from w4pack.convert.planning.options import ConvertOptions
-from w4pack.convert.planning.plan import Op, OutTensor, Plan, SourceFile, layer_specs, target_settings
+from w4pack.convert.planning.plan import (
+    Op,
+    OutTensor,
+    Plan,
+    SourceFile,
+    facts_of,
+    layer_specs,
+    target_settings,
+)
 from w4pack.convert.planning.quantize_options import QuantizeOptions, named_by, read_rule
 from w4pack.convert.planning.targets import TARGETS, Target
 from w4pack.convert.quantize.settings import STAGE_BYTES
@@ -84,8 +93,8 @@ def plan_quantization(
     record   what decides bytes beside the options: calibration tokens, device
     schemes  module name -> scheme, where they were chosen by measurement (``bpw``)
 
-    Raises Refused for a target that cannot hold the scheme, all problems at once; UsageError for patterns
-    that name nothing.
+    Returns the plan, and warnings of what it falls short of. Raises Refused for a target that cannot hold the
+    scheme, all problems at once; UsageError for patterns that name nothing.
     """
     settings, target = options.quantize, TARGETS[options.to]
     if settings is None or target.layout is None:
@@ -138,7 +147,7 @@ def plan_quantization(
             "left_in_16_bit": {layer.name: layer.reason for layer in layers if layer.action == "dense"},
         },
     )
-    return plan, ()
+    return plan, limits(options, facts_of(model.config, plan))
 
 
 def _settings(

@@ -10,7 +10,7 @@ from w4pack.convert.core import dtypes
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.dialects.online import parse
 from w4pack.convert.errors import name_some
-from w4pack.convert.events import size_text, time_text
+from w4pack.convert.events import size_text, time_text, warning_fields
 from w4pack.convert.planning.decisions import LayerPlan
 from w4pack.convert.planning.fitting import WIDENED
 from w4pack.convert.planning.plan import Plan
@@ -56,10 +56,7 @@ def plan_event(
             {"name": n, "bytes": size, "reason": why} for n, size, why in source.checkpoint.left_out
         ],
         "engines": engine_answers(facts),
-        "warnings": [
-            {"code": w.code, "where": w.where, "expected": w.expected, "found": w.found, "text": w.text()}
-            for w in warnings
-        ],
+        "warnings": [dict(warning_fields(w)) for w in warnings],
         "plan": plan.to_json(),
     }
 

@@ -7,6 +7,7 @@ class. ``full`` adds what a runtime has to undo while it runs: q and k (r3), acr
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from w4pack.convert.rotate.steps import Step
 
 Mode = Literal["offline", "full"]
 MODES = ("none", "offline", "full")
+SPLIT_KINDS = ("heads", "r4")  # transforms over what ranks share
 TIE = "tie_word_embeddings"
 
 
@@ -90,10 +92,22 @@ def plan_rotation(
     planner.offline()
     if mode == "full":
         planner.full()
+    planner.refuse_parts()
     planner.refuse_strays()
     if planner.problems:
         raise Refused.together(planner.problems)
     return planner.plan(mode)
+
+
+def _why_none(n: int, parts: int) -> str:
+    """Return why there is no transform of order n, in so many parts."""
+    if n == parts:
+        return (
+            f"one of {n} on each of {parts} ranks: nothing to mix"
+            if parts > 1
+            else "one alone: nothing to mix"
+        )
+    return f"no Hadamard matrix of order {n // parts} or of a divisor above 1"
 
 
 class _Planner:
@@ -105,6 +119,7 @@ class _Planner:
         self.rotations: list[Rotation] = []
         self.left_out: dict[str, str] = {}
         self.online: list[dict[str, Any]] = []
+        self.undivided: dict[int, str] = {}  # what the ranks do not divide -> its site
         self.problems: list[W4PackError] = []
         self.warnings: list[Warning_] = []
         self.r1: Rotation | None = None
@@ -202,17 +217,9 @@ class _Planner:
             self.folding.columns(module, rotation)
 
     def _fixed(self, kind: str, n: int, parts: int, site: str) -> Rotation | None:
-        """Make a transform without signs and record it once; ``parts`` must divide what it runs over."""
+        """Make a transform without signs and record it once; note what ``parts`` do not divide."""
         if n % parts:
-            problem = Refused(
-                f"{parts} ranks do not divide what an online transform runs over",
-                code="tp-parts",
-                where=f"--tp {parts}",
-                expected=f"a divisor of {n} ({site})",
-                found=str(parts),
-            )
-            if all(str(problem) != str(p) for p in self.problems):
-                self.problems.append(problem)
+            self.undivided.setdefault(n, site)
             return None
         rotation = self._make(kind, n, -1, parts=parts, signs=False)
         if rotation is not None:
@@ -234,7 +241,7 @@ class _Planner:
         """Make a rotation and keep it; say so where it is none, or is blocks in place of one matrix."""
         rotation = make_rotation(kind, n, layer, seed=self.seed if signs else None, parts=parts, ones=ones)
         if rotation is None:
-            self.left_out[kind] = f"no Hadamard matrix of order {n // parts} or of a divisor above 1"
+            self.left_out[kind] = _why_none(n, parts)
             return None
         if rotation not in self.rotations:
             self.rotations.append(rotation)
@@ -247,6 +254,24 @@ class _Planner:
         return rotation
 
     # ------------------------------------------------------------ the end
+
+    def refuse_parts(self) -> None:
+        """Refuse ranks that do not divide what online transforms run over, all of it in one problem."""
+        if not self.undivided:
+            return
+        fits = math.gcd(*(r.n for r in self.rotations if r.kind in SPLIT_KINDS), *self.undivided)
+        ways = ", ".join(str(ranks) for ranks in range(1, 9) if fits % ranks == 0)
+        named = " and ".join(f"{n} ({site})" for n, site in self.undivided.items())
+        self.problems.append(
+            Refused(
+                f"{self.parts} ranks do not divide what online transforms run over",
+                code="tp-parts",
+                where=f"--tp {self.parts}",
+                expected=f"a divisor of {named}",
+                found=str(self.parts),
+                hint=f"--tp: {ways}",
+            )
+        )
 
     def refuse_strays(self) -> None:
         """Refuse what nobody accounts for: every tensor if the stream is rotated, else those of attention."""

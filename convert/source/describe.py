@@ -6,9 +6,9 @@ from typing import Any
 
 from w4pack.convert.core.facts import LayerFacts, ModelFacts
 from w4pack.convert.dialects.online import Online
-from w4pack.convert.engines.rules import max_tp
+from w4pack.convert.engines.cuts import Cut, cut
 from w4pack.convert.errors import name_some
-from w4pack.convert.events import size_text
+from w4pack.convert.events import size_text, warning_fields
 from w4pack.convert.formats import FORMATS
 from w4pack.convert.source import online_shown
 
@@ -17,7 +17,8 @@ SCHEMA = 1
 
 def describe(facts: ModelFacts, path: str, records: Online) -> dict[str, Any]:
     """Return the object of ``inspect --json``. ``records``: what an artifact's runtime does, if anything."""
-    layers = [_layer(layer, facts) for layer in facts.layers]
+    ranks = cut(facts)
+    layers = [_layer(layer, ranks) for layer in facts.layers]
     weights = sum(layer.in_features * layer.out_features for layer in facts.layers)
     return {
         "schema": SCHEMA,
@@ -28,18 +29,17 @@ def describe(facts: ModelFacts, path: str, records: Online) -> dict[str, Any]:
         "bytes": facts.total_bytes,
         "parameters": weights + sum(_count(t.shape) for t in facts.dense),
         "bits_per_weight": _bits_per_weight(facts, weights),
+        "max_tp": ranks.most if layers else None,
+        "tp_limits": [{"where": f.where, "expected": f.expected, "found": f.found} for f in ranks.limits],
         "layers": layers,
         "other": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in facts.dense],
         "tied": tied(facts),
         "online": online_shown.to_json(records) if records else None,
-        "warnings": [
-            {"code": w.code, "where": w.where, "expected": w.expected, "found": w.found, "text": w.text()}
-            for w in facts.warnings
-        ],
+        "warnings": [dict(warning_fields(w)) for w in facts.warnings],
     }
 
 
-def _layer(layer: LayerFacts, facts: ModelFacts) -> dict[str, Any]:
+def _layer(layer: LayerFacts, ranks: Cut) -> dict[str, Any]:
     return {
         "name": layer.name,
         "format": layer.layout,
@@ -53,7 +53,7 @@ def _layer(layer: LayerFacts, facts: ModelFacts) -> dict[str, Any]:
         "stored_out": layer.stored_out,
         "scale_dtype": layer.scale_dtype,
         "bias": layer.bias,
-        "max_tp": max_tp(layer, facts.config),
+        "max_tp": ranks.modules[layer.name],
     }
 
 
@@ -113,7 +113,7 @@ def text(value: Mapping[str, Any]) -> str:
     orders = Counter(layer["act_order"] for layer in layers)
     if layers:
         lines.append("order     " + ", ".join(f"{name} in {count}" for name, count in sorted(orders.items())))
-        lines.append(f"max TP    {_tp_line(layers)}")
+        lines.append(f"max TP    {_tp_line(value)}")
         padded = [
             layer["name"]
             for layer in layers
@@ -147,7 +147,8 @@ def _kind(layer: Mapping[str, Any]) -> str:
     return f"{layer['bits']} bit {group} {'sym' if layer['sym'] else 'asym'}, {layer['scale_dtype']} scales"
 
 
-def _tp_line(layers: list[Mapping[str, Any]]) -> str:
-    least = min(layer["max_tp"] for layer in layers)
-    limiting = sorted({layer["name"].rpartition(".")[2] for layer in layers if layer["max_tp"] == least})
-    return f"{least} (limited by {', '.join(limiting)})"
+def _tp_line(value: Mapping[str, Any]) -> str:
+    """Return the most ranks, and the modules or config keys that forbid more."""
+    places = (limit["where"].rpartition(": ")[2].rpartition(".")[2] for limit in value["tp_limits"])
+    limiting = sorted(set(places))
+    return f"{value['max_tp'] or 'none'}" + (f" (limited by {', '.join(limiting)})" if limiting else "")

@@ -1,7 +1,6 @@
 """A source in the form that `inspect` prints and `check` judges."""
 
-from w4pack.convert.core.facts import DenseFacts, LayerFacts, ModelFacts, Warning_
-from w4pack.convert.errors import W4PackError
+from w4pack.convert.core.facts import DenseFacts, LayerFacts, ModelFacts
 from w4pack.convert.source import online
 from w4pack.convert.source.detect import Source
 from w4pack.convert.source.layers import SourceLayer
@@ -22,13 +21,8 @@ def source_facts(source: Source) -> ModelFacts:
         files=tuple(ck.store.files()),
         weight_files=tuple(ck.weight_files),
         warnings=source.warnings,
-        unfit=tuple(_shown(problem) for problem in online.problems_of(source)),
+        unfit=online.shown(online.problems_of(source)),
     )
-
-
-def _shown(problem: W4PackError) -> Warning_:
-    where, expected, found = (value or "" for value in (problem.where, problem.expected, problem.found))
-    return Warning_(problem.code, where, expected or problem.what, found)
 
 
 def layer_facts(layer: SourceLayer) -> LayerFacts:

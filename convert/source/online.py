@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from w4pack.convert.core.facts import DenseFacts, ModelFacts, Warning_
 from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.dialects.online import HEAD_SIZES, Online, Settings, misfit, parse
 from w4pack.convert.errors import Refused, W4PackError
@@ -155,15 +156,38 @@ def _either(sizes: set[int]) -> str:
 
 def problems_of(source: Source) -> tuple[W4PackError, ...]:
     """Return what stops w4pack's loader from running the records of an artifact as they were calibrated."""
-    records = records_of(source)
+    return _problems(records_of(source), source.config, source.checkpoint.tensors, _linears(source))
+
+
+def planned_problems(facts: ModelFacts) -> tuple[W4PackError, ...]:
+    """Return the same of an artifact that is only planned."""
+    records = parse((facts.quant_config or {}).get("online", []))
+    linears = plain(facts.dense)
+    for layer in facts.layers:
+        act_order = layer.act_order == "groups"
+        linears[layer.name] = Linear.packed(layer.in_features, sym=layer.sym, act_order=act_order)
+    tensors = [*(f"{layer.name}.weight" for layer in facts.layers), *(t.name for t in facts.dense)]
+    return _problems(records, facts.config, tensors, linears)
+
+
+def _problems(
+    records: Online, config: Mapping[str, Any], tensors: Iterable[str], linears: Mapping[str, Linear]
+) -> tuple[W4PackError, ...]:
     if not records:
         return ()
     try:
         settings = records.settings()
-        at = place(source.config, source.checkpoint.tensors, _linears(source))
+        at = place(config, tensors, linears)
     except W4PackError as err:
         return err.problems or (err,)
     return (*misfits(records, at), *without_kernel(settings, at))
+
+
+def shown(problems: Iterable[W4PackError]) -> tuple[Warning_, ...]:
+    """Return problems as facts of a model (``ModelFacts.unfit``)."""
+    return tuple(
+        Warning_(p.code, p.where or "", p.expected or p.what, p.found or "", p.hint) for p in problems
+    )
 
 
 def records_of(source: Source) -> Online:
@@ -182,7 +206,7 @@ def _linears(source: Source) -> dict[str, Linear]:
     return found
 
 
-def plain(tensors: Iterable[TensorInfo]) -> dict[str, Linear]:
+def plain(tensors: Iterable[TensorInfo | DenseFacts]) -> dict[str, Linear]:
     """Return the linears in 16 bit among some tensors."""
     weights = [t for t in tensors if t.name.endswith(".weight") and len(t.shape) == 2]
     return {t.name.removesuffix(".weight"): Linear(t.shape[1]) for t in weights}

@@ -229,11 +229,29 @@ def test_tensor_parallel_parts_are_blocks(folders: dict[str, Path], tmp_path: Pa
         run_gate(checkpoint.config, provider, Rotated(provider, plan), plan)
 
 
-def test_parts_that_divide_nothing_are_refused_each(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_parts_that_divide_nothing_are_refused_once(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = edited(folders, "llama", tmp_path / "src", lambda tensors, config: None)
     error = refused(folder, "full", parts=5)
-    assert [p.expected for p in error.problems] == ["a divisor of 4 (attn_out)", "a divisor of 96 (mlp_mid)"]
-    assert {p.code for p in error.problems} == {"tp-parts"}
+    assert not error.problems
+    assert (error.code, error.where, error.found) == ("tp-parts", "--tp 5", "5")
+    assert error.expected == "a divisor of 4 (attn_out) and 96 (mlp_mid)"
+    assert error.hint == "--tp: 1, 2, 4"
+
+
+def test_parts_that_divide_one_of_two_name_what_divides_both(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = edited(folders, "llama", tmp_path / "src", lambda tensors, config: None)
+    error = refused(folder, "full", parts=3)  # 96 / 3 comes out even
+    assert error.expected == "a divisor of 4 (attn_out)"
+    assert error.hint == "--tp: 1, 2, 4"
+
+
+def test_a_head_on_each_rank_has_nothing_to_mix(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = edited(folders, "llama", tmp_path / "src", lambda tensors, config: None)
+    plan = plan_of(folder, "full", parts=4)
+    assert dict(plan.left_out) == {"heads": "one of 4 on each of 4 ranks: nothing to mix"}
+    assert {record["site"]: record["block"] for record in plan.online} == {"qk": 16, "mlp_mid": 24}
 
 
 def test_a_bias_behind_a_gain_of_zero_cannot_be_kept(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -143,9 +143,11 @@ def test_a_head_size_without_kernel_is_said_before_it_is_loaded(tmp_path: Path) 
     options = QuantizeOptions(method="rtn", group_size=-1, kv_bits=4)
     report = convert(plain, tmp_path / "out", quantize=options)
     (warning,) = (w for w in report.warnings if w.code == "head-size")
-    assert (warning.where, warning.found) == ("--kv-bits 4", "72")
+    assert (warning.where, warning.found) == ("config.json: head_dim", "72")
+    assert warning.hint is not None and "--kv-bits 16" in warning.hint
     (answer,) = check(tmp_path / "out", engines=["w4pack"])
     (blocker,) = answer["results"][0]["blockers"]
+    assert "--kv-bits 16" in blocker["cure"]
     loaded = refusal(lambda: w4pack.load(tmp_path / "out"))
     assert loaded is not None and (loaded.where, loaded.found) == (blocker["layer"], blocker["found"])
     assert refusal(lambda: w4pack.load(tmp_path / "out", kv_bits=16)) is None
