@@ -5,6 +5,7 @@ needs.
 """
 
 import contextlib
+import errno
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -622,7 +623,7 @@ def _errors(given: dict[str, Any]) -> Iterator[None]:
     except Exception as err:
         if given.get("debug"):
             raise
-        told = _no_memory(err) if _is_memory(err) else _bug(err)
+        told = _no_memory(err) if _is_memory(err) else _no_files(err) or _bug(err)
         _leave(told, as_json=bool(given.get("as_json")))
 
 
@@ -664,6 +665,18 @@ def _no_memory(err: Exception) -> W4PackError:
         code="memory",
         found=str(err).strip().partition("\n")[0][:200] or None,
         hint="the plan of a conversion (`--dry-run`) says what it takes; `--resume` goes on from here",
+    )
+
+
+def _no_files(err: Exception) -> W4PackError | None:
+    """Return the error of a process, or a system, that may open no more files: imports open some, too."""
+    if not isinstance(err, OSError) or err.errno not in (errno.EMFILE, errno.ENFILE):
+        return None
+    return W4PackError(
+        "too many open files",
+        code="open-files",
+        where=None if err.filename is None else str(err.filename),
+        hint="allow more (`ulimit -n 1024`), then run the same command, a job with `--resume`",
     )
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -466,6 +467,24 @@ def _resumed(finished: int, plan: Plan) -> str:
     return f"resumed: {finished} of {len(plan.ops)} steps of the earlier run are kept"
 
 
+def _opened(
+    stack: ExitStack, staging: Staging, plan: Plan, *, resume: bool
+) -> tuple[OutFiles, Journal, list[Finished]]:
+    """Open what is written, and what an earlier run finished; ``stack`` closes it.
+
+    Raises OutputError; then nothing is begun, and of a new run no folder stays. Only on a full disk, where
+    `--resume` is what the message names.
+    """
+    try:
+        log, earlier = execute.open_journal(staging.journal, plan, resume=resume)
+        stack.callback(log.close)
+        return stack.enter_context(OutFiles(staging.out, plan)), log, earlier
+    except OutputError as err:
+        if not resume and err.code != "disk-full":
+            staging.discard()
+        raise
+
+
 def run_staged(
     plan: Plan, out: Path, running: Running, write_rest: WriteRest, operations: Operations
 ) -> manifest.Written:
@@ -477,14 +496,11 @@ def run_staged(
         if staging.discarded:
             text = "an unfinished run of this output was discarded; `--resume` would have gone on with it"
             running.reporter.event("note", text=text)
-        log, earlier = execute.open_journal(staging.journal, plan, resume=resume)
-        if running.resume:
-            running.reporter.event("note", text=_resumed(len(earlier), plan))
-        try:
-            with OutFiles(staging.out, plan) as files:
-                finished = operations(files, log, earlier)
-        finally:
-            log.close()
+        with ExitStack() as stack:
+            files, log, earlier = _opened(stack, staging, plan, resume=resume)
+            if running.resume:
+                running.reporter.event("note", text=_resumed(len(earlier), plan))
+            finished = operations(files, log, earlier)
         written = manifest.Written(execute.tensor_hashes(finished), execute.reports(plan, finished))
         write_rest(staging.out, written)
         staging.publish(overwrite=running.overwrite)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from w4pack.convert.jobs.staging import step, write_all, writing
+from w4pack.convert.files.tensorfile import Shard
+from w4pack.convert.jobs.staging import reading_back, step, unread, write_all, writing
 from w4pack.convert.planning.plan import OutTensor, Plan
 
 HASH_CHUNK = 1 << 20  # bytes read back at a time for hashing: hashed while they are in the L2 cache
@@ -24,14 +25,21 @@ class OutFiles:
         self.tensors = {t.name: t for t in plan.tensors}
         self._needed = plan.output_bytes
         self._fds: dict[str, int] = {}
-        for shard in plan.shards():
-            path = folder / shard.name
-            with writing(path, self._needed):
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                self._fds[shard.name] = fd
-                self._allocate(fd, shard.size)
-                step()
-                write_all(fd, memoryview(shard.header), 0)
+        try:
+            for shard in plan.shards():
+                self._open(shard)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, shard: Shard) -> None:
+        path = self.folder / shard.name
+        with writing(path, self._needed):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._fds[shard.name] = fd
+            self._allocate(fd, shard.size)
+            step()
+            write_all(fd, memoryview(shard.header), 0)
 
     def _allocate(self, fd: int, size: int) -> None:
         """Reserve the blocks now, so that a full disk shows before hours of work."""
@@ -46,8 +54,13 @@ class OutFiles:
     def __exit__(
         self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the shards."""
         for fd in self._fds.values():
             os.close(fd)
+        self._fds.clear()
 
     def write(self, tensor: OutTensor, offset: int, data: NDArray[Any]) -> None:
         """Write contiguous bytes of a tensor from ``offset`` (bytes within the tensor) on."""
@@ -79,17 +92,19 @@ class OutFiles:
                 write_all(fd, block[i].data.cast("B"), start + i * width * size)
 
     def digest(self, tensor: OutTensor) -> str:
-        """Return the sha256 of a tensor's bytes as they are in the file."""
-        return digest_range(self._fds[tensor.shard], tensor.offset, tensor.nbytes)
+        """Return the sha256 of a tensor's bytes as they are in the file. Raises OutputError."""
+        with reading_back(self.folder / tensor.shard):
+            return digest_range(self._fds[tensor.shard], tensor.offset, tensor.nbytes)
 
     def read(self, tensor: OutTensor) -> NDArray[np.uint8]:
-        """Return a tensor's bytes as they are in the file."""
+        """Return a tensor's bytes as they are in the file. Raises OutputError, also for a file cut short."""
         data = np.empty(tensor.nbytes, np.uint8)
-        at = 0
+        path, at = self.folder / tensor.shard, 0
         while at < tensor.nbytes:
-            got = os.preadv(self._fds[tensor.shard], [data[at:].data], tensor.offset + at)
+            with reading_back(path):
+                got = os.preadv(self._fds[tensor.shard], [data[at:].data], tensor.offset + at)
             if got == 0:
-                raise ValueError(f"{tensor.shard} ends before {tensor.name} does")
+                raise unread(path, f"it ends {tensor.nbytes - at:,} bytes before {tensor.name} does")
             at += got
         return data
 

@@ -52,11 +52,38 @@ def output_error(err: OSError, path: Path, needed: int | None = None) -> OutputE
             found=found,
             hint="free some space, then run the same command with `--resume`",
         )
+    more = "allow more open files (`ulimit -n 1024`)" if err.errno in (errno.EMFILE, errno.ENFILE) else None
     return OutputError(
-        f"cannot write the output: {(os.strerror(err.errno) if err.errno else str(err)).lower()}",
+        f"cannot write the output: {_reason(err)}",
         code="cannot-write",
         where=str(path),
+        hint=None if more is None else f"{more}, then run the same command with `--resume`",
     )
+
+
+def _reason(err: OSError) -> str:
+    return (os.strerror(err.errno) if err.errno else str(err)).lower()
+
+
+def unread(path: Path, reason: str) -> OutputError:
+    """Return the error of a file in the making that cannot be read back."""
+    return OutputError(
+        "cannot read back what was written",
+        code="cannot-read-back",
+        where=str(path),
+        found=reason,
+        hint="once the disk can be read, the same command with `--resume` goes on; what is not as it was "
+        "written is made anew",
+    )
+
+
+@contextlib.contextmanager
+def reading_back(path: Path) -> Iterator[None]:
+    """Translate OSErrors of the block, which reads a file in the making, into OutputError."""
+    try:
+        yield
+    except OSError as err:
+        raise unread(path, _reason(err)) from err
 
 
 def existing_parent(path: Path) -> Path:
@@ -179,14 +206,14 @@ class Staging:
         self.discarded = False
         if found:
             self._refuse_foreign()
-        with writing(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
-            self._recover()
         try:
+            with writing(self.root):
+                self.root.mkdir(parents=True, exist_ok=True)
+                self._take_lock()
+                self._recover()
             check_free(self.named, overwrite=overwrite or self._was_published(found, resume))
-        except OutputError:
-            if not found:
+        except OutputError as err:
+            if not found and err.code != "locked":
                 self.discard()
             raise
         with writing(self.root):
@@ -292,9 +319,22 @@ class Staging:
         self.target.rename(self.old)
 
     def discard(self) -> None:
-        """Remove the staging folder: the work is published, or cannot be continued."""
+        """Remove the staging folder: the work is published, or cannot be continued.
+
+        The journal goes last: without it an earlier run's files are nobody's. Where the future OUT is gone,
+        as behind a publication, or empty, this takes no file descriptor: there may be none left.
+        """
         step()
-        shutil.rmtree(self.root, ignore_errors=True)
+        try:
+            self.out.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError:
+            shutil.rmtree(self.out, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (self.root / REPLACING).unlink(missing_ok=True)
+            self.journal.unlink(missing_ok=True)
+            self.root.rmdir()
         self.close()
 
     def close(self) -> None:
