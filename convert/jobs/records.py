@@ -48,19 +48,53 @@ class DroppedRecord:
     shape: tuple[int, ...]
 
 
+def records_of(value: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
+    """Return what an output's manifest says of the way back. Raises Refused where it says nothing."""
+    record, path = value.get("unpack"), source.checkpoint.store.label
+    if isinstance(record, dict):
+        return record
+    chosen = value.get("quantization")
+    if isinstance(chosen, dict):
+        raise Refused(
+            "this output was quantized by w4pack: there is no packed checkpoint that it could go back to",
+            code="not-invertible",
+            where=path,
+            expected="an artifact whose codes were taken from a packed checkpoint",
+            found=f"codes chosen for {_origin(value)}, which it was rounded to",
+            hint=_from_quantized(path, online=bool((source.quant_config or {}).get("online"))),
+        )
+    raise Refused(
+        "only artifacts can be unpacked",
+        code="not-an-artifact",
+        where=path,
+        expected="an output of `--to marlin`",
+        found=f"an output of `--to {value['target']}`",
+        hint=f"it is a checkpoint already: `w4pack inspect {path}` says which one, "
+        f"`w4pack verify {path} --against SRC` compares it with its source",
+    )
+
+
+def _origin(value: Mapping[str, Any]) -> str:
+    origin = value["source"].get("origin")
+    name = origin.get("id") if isinstance(origin, dict) else None
+    return f"the 16-bit model {name}" if isinstance(name, str) else "a 16-bit model"
+
+
+def _from_quantized(path: str, *, online: bool) -> str:
+    """Return the way on from an output that was quantized from 16 bit."""
+    if online:
+        return "the weights in 16 bit are those of the model that it was made from: keep that one"
+    return (
+        f"`w4pack convert {path} OUT --to dense` makes a 16-bit model of its weights; what rounding took is "
+        "in the model that it was made from alone"
+    )
+
+
 class Records:
     """What a manifest says of the way back, checked against the artifact. Raises SourceError or Refused."""
 
     def __init__(self, source: Source, value: Mapping[str, Any]) -> None:
-        record = value.get("unpack")
-        if not isinstance(record, dict):
-            raise Refused(
-                "only artifacts can be unpacked",
-                code="not-an-artifact",
-                where=source.checkpoint.store.label,
-                expected="an output of `--to marlin`",
-                found=f"an output of `--to {value['target']}`",
-            )
+        record = records_of(value, source)
         self.made = {layer.name: layer for layer in source.layers}
         self._read(record)
         self._refuse_lossy(value)

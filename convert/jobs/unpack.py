@@ -34,7 +34,7 @@ from w4pack.convert.jobs.rebuild import (
     source_columns,
     unpack_array,
 )
-from w4pack.convert.jobs.records import DenseRecord, Records
+from w4pack.convert.jobs.records import DenseRecord, Records, records_of
 from w4pack.convert.jobs.staging import write_file
 from w4pack.convert.jobs.verify import refuse_damaged
 from w4pack.convert.planning.options import DEFAULT_SHARD
@@ -204,6 +204,7 @@ def _prove_codes(code_map: CodeMap, rec: LayerRecord, written: Checkpoint) -> No
 
 def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: Running) -> int:
     """Unpack an artifact to ``out``. Returns the number of tensors, all proved."""
+    records_of(value, source)  # what cannot go back is refused before it is read for damage
     refuse_damaged(source.checkpoint, value, running.workers)
     if source.problems:
         raise Refused.together(source.problems)
