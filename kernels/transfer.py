@@ -109,7 +109,10 @@ def execute(
     with _opened(plan.chunks, files) as opened:
         arenas = _allocate(plan, device)
         _run(plan.chunks, opened, arenas, threads, chunk)
-    return _views(plan, arenas)
+    with torch.cuda.device(
+        -1 if device.index is None else device.index
+    ):  # torch exchanges what is on the current card
+        return _views(plan, arenas)
 
 
 def carry(

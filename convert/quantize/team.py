@@ -105,7 +105,8 @@ def team_of(device: str) -> Team | None:
     if device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         _take_card(device)
-    dist.init_process_group("nccl" if device != "cpu" else "gloo", timeout=WAIT)
+    card = None if device == "cpu" else torch.device(device)
+    dist.init_process_group("nccl" if card else "gloo", timeout=WAIT, device_id=card)
     return Team(rank, size, device)
 
 

@@ -66,6 +66,7 @@ def test_a_weight_that_is_changed_at_once_has_its_bytes_first(opened: Opened) ->
     """On a stream of its own: what was copied must be seen there."""
     ledger, files, real = opened
     target = torch.zeros(512, 64, dtype=torch.float16, device="cuda")
+    torch.cuda.synchronize()  # the zeros are of another stream, which the one below does not wait for
     with torch.cuda.stream(torch.cuda.Stream()), lazy.Watch(ledger):
         target.copy_(files["half"])
         target.mul_(2)

@@ -67,6 +67,15 @@ def test_from_pretrained_moved_to_the_card_equals_load(name: str, tmp_path: Path
     assert torch.equal(models.logits(moved), models.logits(w4pack.load(out, "cuda")))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.parametrize("name", GRAPHED)
+def test_a_model_on_a_card_that_is_not_the_current_one(name: str, tmp_path: Path) -> None:
+    out = models.artifact(name, tmp_path)
+    first, second = (models.logits(w4pack.load(out, device)) for device in ("cuda:0", "cuda:1"))
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(first.cpu(), second.cpu())
+
+
 @pytest.mark.parametrize("name", GRAPHED)
 def test_a_captured_step_replays_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = w4pack.load(models.artifact(name, tmp_path), "cuda")

@@ -187,3 +187,16 @@ def test_two_cards_choose_what_one_does_from_the_same_text(tmp_path: Path) -> No
     assert {n: e["tokens"] for n, e in one.items()} == {n: e["tokens"] for n, e in two.items()}
     for name, entry in one.items():
         assert two[name]["error"] == pytest.approx(entry["error"], rel=0.1), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_two_cards_end_when_the_leading_process_refuses(tmp_path: Path) -> None:
+    """The other one waits in a collective call of the card: it must not wait for two hours."""
+    from quantize import sources
+
+    source = sources.save(sources.llama(), tmp_path / "src", torch.bfloat16)
+    text = sources.text(tmp_path / "book.txt")
+    words = ("--max-kl", "1e-9", "--calibration", text, *WORDS)
+    done = command("convert", source, tmp_path / "out", *words, processes=2)
+    assert done.returncode != 0 and "--max-kl" in done.stderr, done.stderr[-3000:]
+    assert not (tmp_path / "out").exists()
