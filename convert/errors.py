@@ -17,6 +17,11 @@ EXIT_VERIFY = 4
 EXIT_SIGINT = 130
 EXIT_SIGTERM = 143
 
+# The way on from a checkpoint whose codes no reader here understands.
+FROM_16_BIT = (
+    "start from the 16-bit checkpoint that it was made from: `w4pack convert SOURCE OUT --quantize gptq`"
+)
+
 SHOWN = 3  # members of a list that the text form names; the JSON form names all of them
 
 
@@ -85,6 +90,13 @@ class W4PackError(Exception):
         }
 
 
+def quantize_hint(label: str, to: str = "marlin") -> str:
+    """Return the way on from a 16-bit checkpoint where a packed one is needed. ``label``: its path."""
+    target = "" if to == "marlin" else f" --to {to}"
+    command = f"w4pack convert {label} OUT{target} --quantize gptq"
+    return f"its weights are 16 bit: `{command}` chooses codes for them"
+
+
 class SourceError(W4PackError):
     """The input is broken, unreadable or hostile."""
 
@@ -132,11 +144,16 @@ def extra_missing(doing: str, missing: Sequence[str], extra: str) -> UsageError:
     )
 
 
-def require_extra(doing: str, packages: Sequence[str], extra: str) -> None:
-    """Import packages. Raises UsageError where one is not installed, or is and cannot be imported."""
+def require_installed(doing: str, packages: Sequence[str], extra: str) -> None:
+    """Raise UsageError where a package is not installed; imports none."""
     missing = [name for name in packages if not installed(name)]
     if missing:
         raise extra_missing(doing, missing, extra)
+
+
+def require_extra(doing: str, packages: Sequence[str], extra: str) -> None:
+    """Import packages. Raises UsageError where one is not installed, or is and cannot be imported."""
+    require_installed(doing, packages, extra)
     for name in packages:
         try:
             import_module(name)

@@ -14,10 +14,11 @@ from typing import Any
 from w4pack.convert.dialects import Claims
 from w4pack.convert.dialects import w4pack as dialect
 from w4pack.convert.dialects.online import Online, parse
-from w4pack.convert.errors import Refused, SourceError, W4PackError
-from w4pack.convert.files.checkpoint import CONFIG, Checkpoint, open_checkpoint
+from w4pack.convert.errors import Refused, SourceError, W4PackError, quantize_hint
+from w4pack.convert.files.checkpoint import CONFIG, QUANT_CONFIGS, Checkpoint, open_checkpoint
 from w4pack.convert.files.jsonfile import read_object
 from w4pack.convert.files.local import LocalStore
+from w4pack.convert.files.store import Store
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels import spec as specs_of
 from w4pack.kernels.packed import compare, packed_modules, shown, spec_of, tensor_error
@@ -83,12 +84,7 @@ def open_artifact(path: str | os.PathLike[str], *, online: bool = False) -> Arti
     problems come as one error that lists them.
     """
     with LocalStore(path) as store:
-        config = _config(store)
-        quant = config["quantization_config"]
-        claims = dialect.claims(quant)
-        refusals = (*claims.refusals, *(() if online else dialect.run_time(quant)))
-        if refusals:
-            raise Refused.together([_unknown(key, found, store.label) for key, found in refusals])
+        quant, claims = read_config(store, online=online)
         with open_checkpoint(store) as checkpoint:
             files = {name: (store.path(name), store.files()[name]) for name in checkpoint.weight_files}
             return _check(checkpoint, Path(path), quant, claims, files)
@@ -97,27 +93,42 @@ def open_artifact(path: str | os.PathLike[str], *, online: bool = False) -> Arti
 # ---------------------------------------------------------------- config.json
 
 
-def _config(store: LocalStore) -> dict[str, Any]:
+def read_config(store: Store, *, online: bool = False) -> tuple[Mapping[str, Any], Claims]:
+    """Return an artifact's quantization_config, and what it claims, from config.json alone.
+
+    Raises SourceError and Refused as ``open_artifact`` does.
+    """
+    quant = _settings(store)
+    claims = dialect.claims(quant)
+    refusals = (*claims.refusals, *(() if online else dialect.run_time(quant)))
+    if refusals:
+        raise Refused.together([_unknown(key, found, store.label) for key, found in refusals])
+    return quant, claims
+
+
+def _settings(store: Store) -> Mapping[str, Any]:
     if CONFIG not in store.files():
         raise _no_artifact(store.label, "a folder without config.json")
     config = read_object(store, CONFIG)[1]
     quant = config.get("quantization_config")
     if not isinstance(quant, dict):
-        raise _no_artifact(store.label, "a checkpoint without quantization_config")
+        packed = any(name in store.files() for name in QUANT_CONFIGS)
+        hint = None if packed else quantize_hint(store.label)
+        raise _no_artifact(store.label, "a checkpoint without quantization_config", hint)
     method = quant.get("quant_method")
     if method != "w4pack":
         raise _no_artifact(store.label, f"a checkpoint with quant_method {str(method)[:80]!r}")
-    return config
+    return quant
 
 
-def _no_artifact(label: str, found: str) -> Refused:
+def _no_artifact(label: str, found: str, hint: str | None = None) -> Refused:
     return Refused(
         "not a w4pack artifact",
         code="no-artifact",
         where=label,
         expected="config.json with quantization_config.quant_method 'w4pack'",
         found=found,
-        hint=f"w4pack convert {label} OUT",
+        hint=hint or f"w4pack convert {label} OUT",
     )
 
 

@@ -6,6 +6,7 @@ stays instant and a lossless conversion never pays for them. The effect is teste
 """
 
 import ast
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import w4pack.convert
+from w4pack.convert.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -249,11 +251,16 @@ sys.exit(code)
 
 def modules_after(*args: str | Path, codes: tuple[int, ...] = (0,)) -> set[str]:
     """Top-level modules that a command has imported when it ends."""
+    return run_listing(*args, codes=codes)[0]
+
+
+def run_listing(*args: str | Path, codes: tuple[int, ...] = (0,)) -> tuple[set[str], str]:
+    """Run a command; return the modules it has imported when it ends, and what it said on stderr."""
     command = [sys.executable, "-c", LIST_MODULES, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode in codes, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("MODULES"))
-    return set(line.split()[1:])
+    return set(line.split()[1:]), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -274,3 +281,53 @@ def test_questions_never_import_torch(command: str, demo: Path) -> None:
 def test_a_lossless_conversion_never_imports_torch(demo: Path, tmp_path: Path) -> None:
     loaded = modules_after("convert", demo, tmp_path / "out", "-q")
     assert loaded.isdisjoint({"torch", "transformers", "scipy"})
+
+
+@pytest.fixture(scope="module")
+def packed(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("packed") / "out"
+    w4pack.convert.convert(demo, out)
+    return out
+
+
+# What is wrong, what is asked, exit code, what the message says.
+REFUSALS: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "no artifact": (("DEMO", "x"), 3, "not a w4pack artifact"),
+    "no folder": (("DEMO/none", "x"), 1, "no such folder"),
+    "options that exclude each other": (("OUT", "x", "--system", "y", "--no-chat"), 2, "leave out one"),
+    "a number that is none": (("OUT", "x", "--temperature", "inf"), 2, "not a finite number"),
+    "a device of no kind": (("OUT", "x", "--device", "abacus"), 2, "cpu, cuda or cuda:N"),
+    "bits of activations": (("OUT", "x", "--act-bits", "4"), 2, "without `--act-bits` it runs with 16 bit"),
+    "bits of the cache": (("OUT", "x", "--kv-bits", "8"), 2, "--quantize gptq --kv-bits 8"),
+    "a system text without template": (("OUT", "x", "--system", "y"), 2, "leave out --system"),
+    "no tokenizer": (("SILENT", "x"), 1, "copy the tokenizer's files"),
+    "no prompt": (("OUT", "a\udcff"), 2, "a prompt is no text"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_generate_refuses_before_it_imports_torch(
+    case: str, packed: Path, demo: Path, tmp_path: Path
+) -> None:
+    silent = tmp_path / "silent"
+    shutil.copytree(packed, silent, ignore=shutil.ignore_patterns("tokenizer*"))
+    folders = {"OUT": packed, "DEMO": demo, "SILENT": silent}
+    args, code, text = REFUSALS[case]
+    first, *rest = args[0].split("/")
+    loaded, said = run_listing("generate", folders[first].joinpath(*rest), *args[1:], codes=(code,))
+    assert text in said
+    assert loaded.isdisjoint({"torch", "transformers"})
+
+
+def test_a_gpu_without_driver_is_refused_from_its_library_alone(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from w4pack.kernels.hf import before
+
+    given = {"device": "cuda:1", "act_bits": None, "kv_bits": None, "system": None}
+    monkeypatch.setattr(before, "DRIVER", "libnothing-of-this-name.so.1")
+    with pytest.raises(UsageError) as caught:
+        before.check(packed, given)
+    assert (caught.value.code, caught.value.hint) == ("no-device", "--device cpu")
+    monkeypatch.setattr(before, "DRIVER", "libc.so.6")
+    before.check(packed, given)

@@ -138,20 +138,31 @@ def misfit(site: str, expected: object, found: object) -> Refused:
         where=f"quantization_config.online: {site}",
         expected=str(expected),
         found=str(found),
+        hint="the artifact was changed, or is another model's: make it again from its source",
     )
 
 
 def _chosen(name: str, asked: int | None, own: int, allowed: tuple[int, ...]) -> int:
-    found = own if asked is None else asked
+    found, option = own if asked is None else asked, f"--{name.replace('_', '-')}"
     if type(found) is not int or found not in allowed:
         raise UsageError(
             f"the artifact does not run with this `{name}`",
             code="online-bits",
-            where=f"--{name.replace('_', '-')}",
+            where=option,
             expected=" or ".join(map(str, allowed)),
             found=str(found),
+            hint=_way_to(option, found, own),
         )
     return found
+
+
+def _way_to(option: str, asked: object, own: int) -> str:
+    """Return what runs instead, and how an artifact for the asked bits is made."""
+    way = f"without `{option}` it runs with {own} bit"
+    if asked not in RUN_BITS:
+        return way
+    made = f"w4pack convert SRC OUT --quantize gptq {option} {asked}"
+    return f"{way}; `{made}`, of the 16-bit model, makes one that can"
 
 
 # ---- reading ---------------------------------------------------------------------------------------

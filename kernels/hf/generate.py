@@ -3,14 +3,14 @@
 Imports nothing heavy when loaded, so that a missing extra is said in words.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from w4pack.convert.console import Given, print_json
-from w4pack.convert.errors import UsageError, W4PackError, require_extra
+from w4pack.convert.errors import UsageError, W4PackError, require_extra, require_installed
 from w4pack.convert.events import SCHEMA
+from w4pack.kernels.hf import before
 from w4pack.kernels.hf.speaker import Speaker, note, open_speaker
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from w4pack.kernels.hf.streams import Stream
 
 
+STOP, LENGTH, CONTEXT = "stop", "length", "context"  # why an answer ended
+NEEDS = ("running a model", ("torch", "transformers"), "gpu")  # what, packages, the extra that brings them
+
+
 def run_generate(given: Given) -> None:
     """Answer every prompt.
 
@@ -27,17 +31,27 @@ def run_generate(given: Given) -> None:
         UsageError: an extra, a device or a chat template that is missing; options that exclude each other.
         SourceError: no tokenizer, or an artifact that is broken.
     """
-    require_extra("running a model", ("torch", "transformers"), "gpu")
+    require_installed(*NEEDS)
+    _check_system(given)
+    folder = before.folder_of(given)
+    before.check(folder, given)
     prompts = [_prompt(text) for text in given["prompts"]]
-    if given["system"] is not None and not given["chat"]:
-        raise UsageError("a system text needs the chat template", where="--system", found="--no-chat")
-    if not math.isfinite(given["temperature"]):
-        raise UsageError("no such temperature", where="--temperature", found=str(given["temperature"]))
-    speaker = open_speaker(given)
+    require_extra(*NEEDS)
+    speaker = open_speaker(folder, given)
     for number, prompt in enumerate(prompts):
         if number and not given["as_json"]:
             print()
         _answer(speaker, prompt)
+
+
+def _check_system(given: Given) -> None:
+    if given["system"] is not None and not given["chat"]:
+        raise UsageError(
+            "a system text needs the chat template",
+            where="--system",
+            found="--no-chat",
+            hint="leave out one of the two",
+        )
 
 
 def _prompt(text: str) -> str:
@@ -72,10 +86,13 @@ def _answer(speaker: Speaker, prompt: str) -> None:
         _run(speaker, ids, stream)
     finally:
         stream.line_end()
+    reason = _finish_reason(speaker, ids.shape[1], stream)
     if given["as_json"]:
-        print_json(_record(speaker, prompt, ids, stream))
-    else:
-        note(given, _figures(speaker, stream))
+        print_json(_record(speaker, prompt, ids, stream, reason))
+        return
+    if reason != STOP:
+        note(given, _cut(speaker, reason))
+    note(given, _figures(speaker, stream))
 
 
 def _tokens(speaker: Speaker, prompt: str) -> "Tensor":
@@ -142,8 +159,7 @@ def _run(speaker: Speaker, ids: "Tensor", stream: "Stream") -> None:
             "top_p": given["top_p"],
             "top_k": 0,
         }
-    ends = model.generation_config.eos_token_id
-    first = next(iter(ends), None) if isinstance(ends, list) else ends
+    first = next(iter(_ends(model)), None)
     stream.begin()
     model.generate(
         input_ids=ids,
@@ -157,14 +173,35 @@ def _run(speaker: Speaker, ids: "Tensor", stream: "Stream") -> None:
     )
 
 
-def _record(speaker: Speaker, prompt: str, ids: "Tensor", stream: "Stream") -> dict[str, Any]:
+def _ends(model: "PreTrainedModel") -> list[int]:
+    """Return the tokens that end an answer."""
+    found = model.generation_config.eos_token_id
+    return list(found) if isinstance(found, list) else [] if found is None else [found]
+
+
+def _finish_reason(speaker: Speaker, prompt_tokens: int, stream: "Stream") -> str:
+    """Return why the answer ended: by itself, at the length asked for, or where the context is full."""
+    if stream.last in _ends(speaker.model) or stream.count < _most_new(speaker, prompt_tokens):
+        return STOP
+    return LENGTH if stream.count >= speaker.given["max_new_tokens"] else CONTEXT
+
+
+def _cut(speaker: Speaker, reason: str) -> str:
+    """Return what is told of an answer that did not end by itself."""
+    if reason == LENGTH:
+        return f"the answer is cut at --max-new-tokens {speaker.given['max_new_tokens']}"
+    return f"warning: the answer is cut: the model's context of {_context(speaker)} tokens is full"
+
+
+def _record(speaker: Speaker, prompt: str, ids: "Tensor", stream: "Stream", reason: str) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "prompt": prompt,
         "text": stream.text,
         "prompt_tokens": ids.shape[1],
         "new_tokens": stream.count,
-        "finish": "length" if stream.count >= _most_new(speaker, ids.shape[1]) else "stop",
+        "finish": STOP if reason == STOP else LENGTH,
+        "finish_reason": reason,
         "device": str(speaker.model.device),
         "dtype": str(speaker.model.dtype).removeprefix("torch."),
         **_bits(speaker.model),

@@ -6,23 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from w4pack.convert.console import Given, question_reporter, say, where_of
-from w4pack.convert.errors import SourceError, UsageError
-from w4pack.convert.hub.resolve import HubSource, parse_source, snapshot
+from w4pack.convert.console import Given, say
+from w4pack.convert.errors import UsageError
+from w4pack.kernels.hf import before
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.*",
-    "*.spm",
-    "spiece.model",
-    "*.tiktoken",
-    "tekken.json",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +25,8 @@ class Speaker:
     load_seconds: float
 
 
-def open_speaker(given: Given) -> Speaker:
-    """Load what the command line names, and tell what is worth knowing of it.
+def open_speaker(folder: Path, given: Given) -> Speaker:
+    """Load what ``before.check`` has let through, and tell what is worth knowing of it.
 
     Raises:
         UsageError: a device or a chat template that is missing.
@@ -47,10 +37,9 @@ def open_speaker(given: Given) -> Speaker:
     from w4pack.kernels.hf.load import load
 
     logging.set_verbosity_error()  # its notes are for those who write programs
-    folder = _folder(given)
     tokenizer = _tokenizer(folder)
     if given["system"] is not None and not tokenizer.chat_template:
-        raise UsageError("the tokenizer has no chat template", where=str(folder), hint="leave out --system")
+        raise before.no_template(folder)
     device = given["device"] or _default_device(given)
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as told:
@@ -61,37 +50,15 @@ def open_speaker(given: Given) -> Speaker:
     return Speaker(model, tokenizer, given, time.perf_counter() - start)
 
 
-def _folder(given: Given) -> Path:
-    where = where_of(given)
-    found = parse_source(given["path"], where.revision)
-    if not isinstance(found, HubSource):
-        return found.path
-    question_reporter(given).event("note", text=found.notice)
-    return snapshot(found, cache_dir=where.cache_dir, local_files_only=where.local_files_only)
-
-
 def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer. Without a vocabulary some classes would make an empty one."""
+    """Return the tokenizer. Its vocabulary is there, else some classes would make an empty one."""
     from transformers import AutoTokenizer
 
-    if not any(file for pattern in VOCABULARIES for file in folder.glob(pattern)):
-        raise _no_tokenizer(folder, None)
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except Exception as err:  # transformers and its tokenizers raise nearly anything
-        raise _no_tokenizer(folder, str(err)) from err
+        raise before.no_tokenizer(folder, str(err)) from err
     return found
-
-
-def _no_tokenizer(folder: Path, found: str | None) -> SourceError:
-    return SourceError(
-        "no tokenizer that transformers can load",
-        code="no-tokenizer",
-        where=str(folder),
-        expected=", ".join(VOCABULARIES),
-        found=None if found is None else found.strip().partition("\n")[0][:200],
-        hint="copy the tokenizer's files from the source of the artifact",
-    )
 
 
 def _default_device(given: Given) -> str:

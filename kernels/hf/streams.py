@@ -16,12 +16,14 @@ class Stream(TextStreamer):
 
     first_seconds  from ``begin`` to the first new token
     rate           tokens per second after the first; None for fewer than two
+    last           the last new token; None before the first
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, out: TextIO | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.out, self.text, self.count = out, "", 0
         self.first_seconds = 0.0
+        self.last: int | None = None
         self._start = self._last = time.perf_counter()
         self._prompt_seen = False
 
@@ -39,6 +41,7 @@ class Stream(TextStreamer):
         """Take the prompt, then one token after the other."""
         if self._prompt_seen:
             self.count += value.numel()
+            self.last = int(value.flatten()[-1])
             self._last = time.perf_counter()
             if not self.first_seconds:
                 self.first_seconds = self._last - self._start

@@ -38,9 +38,9 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def edit(folder: Path, **changed: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changed))
+def edit(folder: Path, name: str = "config.json", **changed: Any) -> None:
+    config = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(config | changed))
 
 
 # ---- saving and copying -----------------------------------------------------------------------------------
@@ -240,9 +240,26 @@ def test_numbers_that_draw_nothing_are_usage_errors(option: tuple[str, object], 
 
 def test_an_answer_ends_where_the_context_does(out: Path) -> None:
     edit(out, max_position_embeddings=8)
-    data = json.loads(run(out, "She", "--max-new-tokens", "100", "--json").stdout)
-    assert data["prompt_tokens"] + data["new_tokens"] <= 8
-    assert data["finish"] == ("length" if data["prompt_tokens"] + data["new_tokens"] == 8 else "stop")
+    edit(out, "generation_config.json", eos_token_id=None)
+    options = ("--max-new-tokens", "100")
+    data = json.loads(run(out, "She", *options, "--json").stdout)
+    assert data["prompt_tokens"] + data["new_tokens"] == 8
+    assert (data["finish"], data["finish_reason"]) == ("length", "context")
+    assert "the answer is cut: the model's context of 8 tokens is full" in run(out, "She", *options).stderr
+    assert run(out, "She", *options, "-q").stderr == ""
+
+
+def test_an_answer_ends_at_the_length_asked_for_or_by_itself(out: Path) -> None:
+    edit(out, "generation_config.json", eos_token_id=None)
+    options = ("--max-new-tokens", "2")
+    data = json.loads(run(out, "She", *options, "--json").stdout)
+    assert (data["finish"], data["finish_reason"], data["new_tokens"]) == ("length", "length", 2)
+    assert "the answer is cut at --max-new-tokens 2\n" in run(out, "She", *options).stderr
+    size = json.loads((out / "config.json").read_text())["vocab_size"]
+    edit(out, "generation_config.json", eos_token_id=list(range(size)))  # whichever comes
+    data = json.loads(run(out, "She", "--max-new-tokens", "1", "--json").stdout)
+    assert (data["finish"], data["finish_reason"], data["new_tokens"]) == ("stop", "stop", 1)
+    assert "is cut" not in run(out, "She", "--max-new-tokens", "1").stderr
 
 
 @pytest.mark.parametrize(

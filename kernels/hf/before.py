@@ -1,0 +1,121 @@
+"""What stops ``w4pack generate`` before it starts: found in names, configs and headers.
+
+torch and transformers take seconds to import, so nothing here does: what cannot be is said at once.
+"""
+
+import ctypes
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+
+from w4pack.convert.console import Given, question_reporter, where_of
+from w4pack.convert.errors import HubError, SourceError, UsageError
+from w4pack.convert.files.jsonfile import read_object
+from w4pack.convert.files.local import LocalStore
+from w4pack.convert.hub.resolve import HubSource, parse_source, snapshot
+from w4pack.convert.jobs.conversion import check_device
+from w4pack.kernels.artifact import open_artifact, read_config
+from w4pack.kernels.hf import online
+
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.*",
+    "*.spm",
+    "spiece.model",
+    "*.tiktoken",
+    "tekken.json",
+)
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+DRIVER = "libcuda.so.1"
+
+
+def folder_of(given: Given) -> Path:
+    """Return the folder of the artifact, a repository of the Hub downloaded first if it is one.
+
+    Raises:
+        UsageError, SourceError, HubError: as `inspect` would.
+        Refused: no artifact.
+    """
+    where = where_of(given)
+    found = parse_source(given["path"], where.revision)
+    if not isinstance(found, HubSource):
+        return found.path
+    question_reporter(given).event("note", text=found.notice)
+    if not where.local_files_only:
+        _glimpse(found)
+    return snapshot(found, cache_dir=where.cache_dir, local_files_only=where.local_files_only)
+
+
+def _glimpse(source: HubSource) -> None:
+    """Look at the config before gigabytes are fetched. A Hub that does not answer is the download's matter:
+    the cache may hold everything.
+    """
+    from w4pack.convert.hub.remote import HubStore
+
+    with suppress(HubError), closing(HubStore(source)) as store:
+        read_config(store, online=True)
+
+
+def check(folder: Path, given: Given) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        UsageError: a device that is not there, bits that the artifact does not have, a system text without a
+            chat template.
+        Refused: no artifact, or one with records that no kernel runs.
+        SourceError: files that are broken, or no tokenizer.
+    """
+    if given["device"] is not None:
+        check_device(given["device"])
+        _check_driver(given["device"])
+    online.plan(open_artifact(folder, online=True), given["act_bits"], given["kv_bits"])
+    if not any(file for pattern in VOCABULARIES for file in folder.glob(pattern)):
+        raise no_tokenizer(folder, None)
+    if given["system"] is not None and not _has_template(folder):
+        raise no_template(folder)
+
+
+def _check_driver(device: str) -> None:
+    if device != "cpu" and sys.platform == "linux" and not _loads(DRIVER):
+        raise UsageError(
+            "no such device",
+            code="no-device",
+            where="--device",
+            expected="cpu, or cuda where there is a GPU",
+            found=f"{device}, without a driver of NVIDIA ({DRIVER})",
+            hint="--device cpu",
+        )
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _has_template(folder: Path) -> bool:
+    if any(file for pattern in TEMPLATES for file in folder.glob(pattern)):
+        return True
+    with LocalStore(folder) as store:
+        name = "tokenizer_config.json"
+        return name in store.files() and bool(read_object(store, name)[1].get("chat_template"))
+
+
+def no_template(folder: Path) -> UsageError:
+    """Return the error of a system text that nothing tells the model."""
+    return UsageError("the tokenizer has no chat template", where=str(folder), hint="leave out --system")
+
+
+def no_tokenizer(folder: Path, found: str | None) -> SourceError:
+    """Return the error of a folder without a tokenizer; ``found``: what transformers said."""
+    return SourceError(
+        "no tokenizer that transformers can load",
+        code="no-tokenizer",
+        where=str(folder),
+        expected=", ".join(VOCABULARIES),
+        found=None if found is None else found.strip().partition("\n")[0][:200],
+        hint="copy the tokenizer's files from the source of the artifact",
+    )
