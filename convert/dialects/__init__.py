@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.errors import Refused, W4PackError
+from w4pack.convert.errors import FROM_16_BIT, Refused, W4PackError
 
 DIALECTS: dict[str, str] = {
     "gptq": "gptq",
@@ -133,4 +133,5 @@ def unknown_method(config: Mapping[str, Any], where: str | None) -> W4PackError:
         where=f"{where}: quant_method" if where else "quant_method",
         expected=", ".join(DIALECTS),
         found=found or "no method name",
+        hint=FROM_16_BIT,
     )

@@ -101,6 +101,7 @@ class CheckpointProvider:
                 where=f"{info.file}, {info.name}",
                 expected=", ".join(TORCH_DTYPES),
                 found=info.dtype,
+                hint="save this tensor in one of these dtypes",
             )
         own = torch_dtype(info.dtype)
         values = self._bytes(info, offset, nbytes).view(own).reshape(shape)

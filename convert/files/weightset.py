@@ -91,7 +91,9 @@ def _index_of(top: Sequence[str], suffix: str) -> str | None:
     others = [name for name in top if name.endswith(suffix + INDEX)]
     if len(others) > 1:
         what = "several weight indexes and none of the usual name"
-        raise Refused(what, code="two-weight-sets", where=name_some(others), expected=usual + INDEX)
+        hint = "move those that do not belong to the model out of the folder"
+        where = name_some(others)
+        raise Refused(what, code="two-weight-sets", where=where, expected=usual + INDEX, hint=hint)
     return others[0] if others else None
 
 

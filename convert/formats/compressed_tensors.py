@@ -20,7 +20,7 @@ from w4pack.convert.core.bitpack import pack_axis, unpack_axis
 from w4pack.convert.core.order import read_map
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.errors import Refused
+from w4pack.convert.errors import FROM_16_BIT, Refused
 from w4pack.convert.formats import (
     Grid,
     Header,
@@ -116,6 +116,7 @@ def match(tensors: Mapping[str, Header], values: Mapping[str, NDArray[Any]] | No
             where="weight_packed",
             expected="two axes",
             found=f"{list(shape)}",
+            hint=FROM_16_BIT,
         )
     scales = header_of(tensors, "weight_scale")[1]
     require_shape(tensors, "weight_shape", (2,))

@@ -21,7 +21,7 @@ from w4pack.convert.core.bitpack import Words, pack_axis, unpack_axis
 from w4pack.convert.core.order import natural_map, read_map
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.errors import Refused
+from w4pack.convert.errors import FROM_16_BIT, Refused
 from w4pack.convert.formats import (
     Grid,
     Header,
@@ -174,6 +174,7 @@ def _bits(header: Header, groups: int, cols: int) -> int:
             where="qzeros",
             expected=f"I32 [{groups}, {cols // 8}] (4 bit) or [{groups}, {cols // 4}] (8 bit)",
             found=f"{dtype} {list(qzeros)}",
+            hint=FROM_16_BIT,
         )
     if (
         len(qzeros) != 2

@@ -6,6 +6,7 @@ the weights, relative and squared, rounded to nearest on the best grid and measu
 every linear counts alike, whatever its size.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,12 +88,14 @@ def choose(
     weights = _weights(linears) + _weights(fixed or {})
     spent = sum(one.steps[0][0] for one in sets) + _cost(fixed or {}, target)
     if spent > wanted * weights:
+        least = math.ceil(1000 * spent / weights) / 1000
         raise Refused(
             "no schemes take so few bits per weight",
             code="bpw",
             where="--bpw",
-            expected=f"at least {spent / weights:.3f}",
+            expected=f"at least {least:g}",
             found=str(wanted),
+            hint=f"`--bpw {least:g}` is the least that these linears take",
         )
     while True:
         fitting = [

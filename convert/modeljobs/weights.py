@@ -35,6 +35,7 @@ class Numbers:
                 code="rotate-online",
                 where=source.checkpoint.label,
                 found=f"{len(records)} records",
+                hint="`w4pack eval` and `w4pack.load` apply them",
             )
         self.source = source
         self.plain = CheckpointProvider(source.checkpoint)

@@ -1,4 +1,4 @@
-"""Decisions about values: scales in a dtype the target stores, biases, tied heads, settings left behind."""
+"""Decisions about values: scales in a dtype the target stores, biases, settings left behind."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,41 +8,9 @@ from numpy.typing import NDArray
 from w4pack.convert.core import dtypes, families, params
 from w4pack.convert.core.facts import Warning_
 from w4pack.convert.errors import Refused, SourceError, W4PackError
-from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.decisions import LayerPlan, State
 from w4pack.convert.source.layers import SourceLayer
-
-
-def tied_head(state: State) -> None:
-    """Say where a tied head is stored too: twice the bytes, or a head that engines never read."""
-    config = state.source.config
-    if config.get("tie_word_embeddings") is not True or "lm_head.weight" not in state.dense:
-        return
-    infos = state.source.checkpoint.tensors
-    embedding = next((n for n in state.dense if n.endswith("embed_tokens.weight")), None)
-    if embedding is None:
-        return
-    if same_bytes(state.source.checkpoint, infos[embedding], infos["lm_head.weight"]):
-        found = f"tied, stored twice, {infos['lm_head.weight'].nbytes} bytes"
-        state.warnings.append(Warning_("tied-twice", "lm_head.weight", "stored once, as it is tied", found))
-    else:
-        state.warnings.append(
-            Warning_(
-                "tied-differs",
-                "lm_head.weight",
-                f"the values of {embedding}, as the config ties them",
-                "other values; both are kept, engines use the embedding and ignore this head",
-            )
-        )
-
-
-def same_bytes(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
-    """Compare two tensors byte by byte, a few MiB at a time."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    pairs = zip(checkpoint.chunks(one), checkpoint.chunks(other), strict=True)
-    return all(a == b for (_, a), (_, b) in pairs)
 
 
 def carried_settings(state: State) -> None:

@@ -8,14 +8,15 @@ every one of them.
 
 from dataclasses import replace
 
-from w4pack.convert.core import families
+from w4pack.convert.core import dtypes, families
 from w4pack.convert.core.facts import Warning_
 from w4pack.convert.dialects import w4pack
-from w4pack.convert.errors import Refused
-from w4pack.convert.planning.contents import biases, carried_settings, is_rounded, scales, tied_head
+from w4pack.convert.errors import Refused, quantize_hint
+from w4pack.convert.planning.contents import biases, carried_settings, is_rounded, scales
 from w4pack.convert.planning.decisions import Action, Decisions, DensePlan, LayerPlan, State
 from w4pack.convert.planning.effects import without_effect
 from w4pack.convert.planning.fitting import equalise, expressible, group_sizes, one_scheme, shapes, symmetry
+from w4pack.convert.planning.heads import tied_head
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.ordering import orders_of_rows
 from w4pack.convert.planning.padding import pad_for_tp
@@ -35,6 +36,7 @@ def decide(source: Source, options: ConvertOptions) -> Decisions:
             where=source.checkpoint.store.label,
             expected="GPTQ, AWQ, compressed-tensors, AutoRound or Marlin tensors",
             found=f"{len(source.dense)} plain tensors",
+            hint=_unpacked(source, options),
         )
     _refuse_online(source)
     state = _start(source, options)
@@ -45,6 +47,17 @@ def decide(source: Source, options: ConvertOptions) -> Decisions:
     _refuse_if_nothing_packed(state)
     _rename(state)
     return _finish(state)
+
+
+def _unpacked(source: Source, options: ConvertOptions) -> str:
+    """Return the way on from a checkpoint without packed layers."""
+    label = source.checkpoint.store.label
+    matrices = [t for t in source.dense if len(t.shape) == 2]
+    if not matrices or any(t.dtype not in dtypes.FLOAT_TAGS for t in matrices):
+        return f"`w4pack inspect {label}` says what it holds"
+    if options.to == "dense":
+        return "its weights are what `--to dense` writes already; `--rotate offline` rotates them"
+    return quantize_hint(label, options.to)
 
 
 def _refuse_online(source: Source) -> None:

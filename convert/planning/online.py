@@ -111,4 +111,5 @@ def _head(model: Model) -> int:
         where=", ".join(f"layer {index}" for index in sizes.values()),
         expected="one head size",
         found=", ".join(map(str, sizes)),
+        hint="nothing runs online without `--rotate full`, `--act-bits` and `--kv-bits`",
     )

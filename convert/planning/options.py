@@ -47,6 +47,7 @@ class ConvertOptions:
             raise UsageError(
                 "`--dtype` is only for `--to dense`: other targets keep the scales as they are",
                 where="--dtype",
+                expected="--to dense",
                 found=f"--to {self.to}",
             )
         if self.dtype is not None and self.dtype not in TAG_OF_NAME:
@@ -113,6 +114,7 @@ class ConvertOptions:
             raise UsageError(
                 "`--tp` cuts online transforms, which only `--rotate full` has",
                 where="--tp",
+                expected="--rotate full",
                 found=f"--rotate {self.rotate}",
             )
         if self.tp is not None and not 1 <= self.tp <= 1024:
@@ -151,6 +153,7 @@ class ConvertOptions:
             raise UsageError(
                 "`--to dense` has 16-bit weights: nothing is quantized",
                 where="--quantize",
+                expected=f"--to {', '.join(t for t in TARGETS if t != 'dense')}",
                 found="--to dense",
             )
         packed_only = {

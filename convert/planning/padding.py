@@ -9,6 +9,9 @@ from w4pack.convert.core.scheme import ONE_GROUP
 from w4pack.convert.errors import Refused
 from w4pack.convert.planning.decisions import State
 
+UNPADDED = (
+    "without `--pad-for-tp` it is converted; `w4pack check OUT --tp 1,2,4,8` says how far it can be cut"
+)
 PAD_TILE = 128  # in_features per rank that every engine's kernels take
 
 
@@ -25,6 +28,7 @@ def pad_for_tp(state: State) -> None:
                 where="--pad-for-tp",
                 expected="gate_proj, up_proj and down_proj (or w1, w3, w2)",
                 found="none",
+                hint=UNPADDED,
             )
         )
         return
@@ -57,6 +61,7 @@ def _pad_key(mlp: families.IntermediateSet, state: State) -> families.SizeKey | 
                 where=mlp.down,
                 expected=f"a key that holds {size}",
                 found=found,
+                hint=UNPADDED,
             )
         )
         return None
@@ -68,6 +73,7 @@ def _pad_key(mlp: families.IntermediateSet, state: State) -> families.SizeKey | 
                 where=between[0],
                 expected="gate, up and down alone",
                 found="another reader of the intermediate activation",
+                hint=UNPADDED,
             )
         )
         return None

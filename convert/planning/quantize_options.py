@@ -76,6 +76,7 @@ class QuantizeOptions:
             raise UsageError(
                 "`--bpw` chooses bits and group sizes itself",
                 where="--bpw",
+                expected="neither `--bits` nor `--group-size` beside it",
                 found=f"--bits {self.bits} --group-size {self.group_size}",
             )
         for rule in self.module_bits:
@@ -109,7 +110,12 @@ def named_by(pattern: str, names: Iterable[str], option: str) -> list[str]:
     """
     regular = matcher(pattern.removeprefix("re:")) if pattern.startswith("re:") else None
     if pattern.startswith("re:") and regular is None:
-        raise UsageError("not a regular expression that can be read", where=option, found=pattern)
+        raise UsageError(
+            "not a regular expression that can be read",
+            where=option,
+            expected="re: and an expression in Python's spelling",
+            found=pattern,
+        )
     found = [n for n in names if (regular(n) if regular is not None else n == pattern)]
     if not found:
         raise UsageError(

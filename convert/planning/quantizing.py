@@ -194,6 +194,7 @@ def _layers(
             code="nothing-to-convert",
             expected="2-D weights such as `model.layers.0.self_attn.q_proj.weight` in 16 bit",
             found=f"{len(model.infos)} tensors",
+            hint="`w4pack inspect SRC` lists the tensors that there are",
         )
     bits, reasons = _bits_of(linears, options, settings)
     renamed = _renamer(model.config)
@@ -219,6 +220,7 @@ def _layers(
             code="nothing-packed",
             where=plans[0].name,
             found=plans[0].reason,
+            hint="`--to marlin` pads every shape; what `--ignore` and `--module-bits` name stays as it is",
         )
     return plans
 

@@ -10,8 +10,8 @@ from typing import Literal, Protocol, cast
 from w4pack.convert.core import dtypes, families
 from w4pack.convert.core.facts import Warning_
 from w4pack.convert.errors import Refused, name_some
-from w4pack.convert.planning.contents import same_bytes
 from w4pack.convert.planning.decisions import Decisions, DensePlan
+from w4pack.convert.planning.heads import refuse_two_heads
 from w4pack.convert.planning.online import refuse_other_targets
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.rotate.plan import RotationPlan, plan_rotation
@@ -51,7 +51,7 @@ def decide_rotation(
     refuse_packed(source)
     refuse_other_targets(options)
     plan = rotation_of(source, options)
-    _refuse_two_heads(source, plan)
+    refuse_two_heads(source)
     dense = [DensePlan(t.name, t.name, t.shape) for t in source.dense if t.name not in plan.added]
     infos = source.checkpoint.tensors
     dense += [DensePlan(start, name, infos[start].shape) for name, start in plan.added.items()]
@@ -96,20 +96,6 @@ def stale(source: Source) -> tuple[Warning_, ...]:
             f"{source.quant_config.get('quant_method', 'some')}; left out of the output",
         ),
     )
-
-
-def _refuse_two_heads(source: Source, plan: RotationPlan) -> None:
-    """A tied model may store its head too, but not another one: nobody could say which of the two counts."""
-    infos = source.checkpoint.tensors
-    for head, table in plan.added.items():
-        if head in infos and not same_bytes(source.checkpoint, infos[head], infos[table]):
-            raise Refused(
-                "the config ties the head to the embeddings, and the file holds another head",
-                code="tied-differs",
-                where=f"{infos[head].file}, {head}",
-                expected=f"the bytes of {table}, or `tie_word_embeddings: false` in config.json",
-                found="other values",
-            )
 
 
 def _untied(source: Source, plan: RotationPlan) -> list[Warning_]:

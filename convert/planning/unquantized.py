@@ -10,6 +10,7 @@ from w4pack.convert.core.facts import Warning_
 from w4pack.convert.core.families import natural_key
 from w4pack.convert.errors import Refused
 from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
+from w4pack.convert.planning.heads import refuse_two_heads
 from w4pack.convert.planning.online import refuse_other_targets
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantizing import ModelTensors
@@ -36,7 +37,9 @@ def unquantized(source: Source, options: ConvertOptions) -> Unquantized:
     warnings = refuse_quantized(source)
     changes: Mapping[str, Any] = {}
     infos, rotation = dict(source.checkpoint.tensors), None
-    if options.rotate != "none":
+    if options.rotate == "none":
+        refuse_two_heads(source)
+    else:
         decided, rotation, _ = decide_rotation(source, options)
         changes, warnings = rotation.config_changes, decided.warnings
         infos |= {new: _like(infos[start], new) for new, start in rotation.added.items()}

@@ -12,6 +12,7 @@ from torch import nn
 
 from w4pack.convert.errors import Refused
 
+UNCALIBRATED = "`--quantize rtn` without `--rotate` runs nothing of the model"  # the way on from such a class
 PARAMETERS = {"gate_up_proj", "down_proj"}
 
 
@@ -70,6 +71,7 @@ def split_fused(model: nn.Module) -> None:
                 where=path,
                 expected="`gate_up_proj` (E, 2 I, H) and `down_proj` (E, H, I), without biases",
                 found=", ".join(f"{n} {list(p.shape)}" for n, p in sorted(parameters.items())),
+                hint=UNCALIBRATED,
             )
         count, double, hidden = parameters["gate_up_proj"].shape
         with torch.device("meta"):

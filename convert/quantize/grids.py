@@ -167,6 +167,7 @@ def _refuse_huge(largest: torch.Tensor, scheme: QuantScheme) -> None:
             code="weight-range",
             expected=f"at most {reach:.4g} in size",
             found=f"{worst:.4g}",
+            hint="if it is what it should be, `--ignore` with the linear's name leaves it in 16 bit",
         )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from w4pack.convert.core import families
 from w4pack.convert.errors import Refused, SourceError, W4PackError
 from w4pack.convert.files.provider import Provider
-from w4pack.convert.quantize.experts import split_fused
+from w4pack.convert.quantize.experts import UNCALIBRATED, split_fused
 
 QWEN = ("Qwen3MoeForCausalLM",)  # spells experts as the modules here are called
 FP32_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -278,6 +278,7 @@ def _unknown(kind: object, reason: str) -> W4PackError:
         where="config.json: model_type",
         expected="a causal language model of the installed transformers",
         found=f"{kind}: {reason.splitlines()[0][:160] if reason else 'no reason given'}",
+        hint=f"another release of transformers may have the class; {UNCALIBRATED}",
     )
 
 

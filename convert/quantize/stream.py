@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from w4pack.convert.errors import Refused
+from w4pack.convert.quantize.experts import UNCALIBRATED
 from w4pack.convert.quantize.skeleton import Skeleton, replaced
 
 
@@ -85,6 +86,7 @@ class Stream:
             where=self.skeleton.path,
             expected="layers that take hidden states and return them",
             found=type(self.skeleton.model).__name__,
+            hint=UNCALIBRATED,
         )
 
     def _try(self, batch: torch.Tensor, as_tuple: bool) -> tuple[torch.Tensor, list[Call]] | None:

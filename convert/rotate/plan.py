@@ -298,7 +298,11 @@ class _Planner:
         if not self.rotations:
             site, reason = next(iter(self.left_out.items()))
             raise Refused(
-                "nothing of this model can be rotated", code="nothing-to-rotate", where=site, found=reason
+                "nothing of this model can be rotated",
+                code="nothing-to-rotate",
+                where=site,
+                found=reason,
+                hint="`--rotate none` leaves the weights as they are",
             )
         reasons: dict[str, list[str]] = {}
         for site, reason in self.left_out.items():

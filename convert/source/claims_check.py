@@ -7,7 +7,7 @@ from w4pack.convert import dialects
 from w4pack.convert.core.scheme import ONE_GROUP
 from w4pack.convert.dialects import Claims, ModuleClaim
 from w4pack.convert.dialects.others import other_method
-from w4pack.convert.errors import Refused, SourceError, W4PackError
+from w4pack.convert.errors import FROM_16_BIT, Refused, SourceError, W4PackError
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.formats import Match
 from w4pack.convert.source.orders import ORDER_SUFFIXES, Order
@@ -93,7 +93,7 @@ def config_problems(
     if claims is None:
         return
     if claims.unsupported:
-        yield Refused(claims.unsupported, code="method-unknown", where=quant_file)
+        yield Refused(claims.unsupported, code="method-unknown", where=quant_file, hint=FROM_16_BIT)
     if claims.method == "w4pack":
         yield from _unknown_artifact(claims, quant_file)
         return
@@ -137,4 +137,5 @@ def unknown_method(quant_config: Mapping[str, Any], quant_file: str | None) -> W
         where=f"{quant_file}: quant_method",
         expected=", ".join(dialects.DIALECTS),
         found=f"{quant_config.get('quant_method')} ({other_method(quant_config) or 'no method'})",
+        hint=FROM_16_BIT,
     )

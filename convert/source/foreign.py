@@ -7,7 +7,7 @@ understood without companions (block scales, codebooks, transforms) that no layo
 from collections.abc import Mapping
 
 from w4pack.convert import formats
-from w4pack.convert.errors import Refused, SourceError, W4PackError, name_some
+from w4pack.convert.errors import FROM_16_BIT, Refused, SourceError, W4PackError, name_some
 from w4pack.convert.files.tensorfile import TensorInfo
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -81,6 +81,7 @@ def unreadable(name: str, shapes: Shapes) -> W4PackError:
                 where=f"{name}.{suffix}",
                 expected="GPTQ, AWQ, compressed-tensors pack-quantized, AutoRound or Marlin tensors",
                 found=_shape_text(shapes[suffix]),
+                hint=FROM_16_BIT,
             )
     found = ", ".join(f"{s} {_shape_text(v)}" for s, v in shapes.items())
     return Refused(
@@ -89,6 +90,7 @@ def unreadable(name: str, shapes: Shapes) -> W4PackError:
         where=name,
         expected=f"one of {', '.join(formats.FORMATS)}",
         found=found,
+        hint=FROM_16_BIT,
     )
 
 
@@ -103,6 +105,7 @@ def foreign_weight(name: str, local: Mapping[str, TensorInfo]) -> W4PackError | 
             where=info.name,
             expected="one 2-D linear per expert",
             found=f"{info.dtype} {list(info.shape)}",
+            hint=FROM_16_BIT,
         )
     blocks = [s for s in local if s.endswith("_blocks") and s[: -len("_blocks")] + "_scales" in local]
     if blocks:
@@ -112,6 +115,7 @@ def foreign_weight(name: str, local: Mapping[str, TensorInfo]) -> W4PackError | 
             code="method-unknown",
             where=info.name,
             found=f"{info.dtype} {list(info.shape)}",
+            hint=FROM_16_BIT,
         )
     if any(s in local for s in ("W_q", "trellis", "q_perm", "codebooks", "Qidxs", "centroids")):
         return unreadable(name, {s: (t.dtype, t.shape) for s, t in local.items()})
@@ -127,4 +131,5 @@ def foreign_weight(name: str, local: Mapping[str, TensorInfo]) -> W4PackError | 
         where=weight.name,
         expected="4 or 8 bit integers packed in int32, with scales",
         found=f"{weight.dtype} {list(weight.shape)} beside {name}.{scales[0]}",
+        hint=FROM_16_BIT,
     )

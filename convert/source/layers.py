@@ -12,7 +12,7 @@ from w4pack.convert.core.order import natural_group
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.dialects import ModuleClaim
 from w4pack.convert.dialects import w4pack as w4pack_dialect
-from w4pack.convert.errors import Refused, SourceError
+from w4pack.convert.errors import FROM_16_BIT, Refused, SourceError
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.source import foreign, orders, zeros
 from w4pack.convert.source.claims_check import compare_bits, compare_label, compare_order
@@ -58,6 +58,7 @@ def read_layer(name: str, local: Mapping[str, TensorInfo], read: Reading) -> Sou
             where=stray[0].name,
             found=f"{stray[0].dtype} {list(stray[0].shape)}",
             expected="only the tensors of its layout",
+            hint="if another tool left it over, save the checkpoint without it",
         )
     match = _trim_tail(match, layout, local, read)
     claim = read.claim(name)
@@ -109,6 +110,7 @@ def _match(name: str, local: Mapping[str, TensorInfo], read: Reading) -> tuple[s
             where=name,
             expected="4 or 8 bit",
             found=f"{match.bits} bit",
+            hint=FROM_16_BIT,
         )
     if layout == "marlin":
         match = _without_padding(name, match, local, read)
