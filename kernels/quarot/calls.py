@@ -6,10 +6,11 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from w4pack.kernels.arguments import Packed
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -26,12 +27,12 @@ class Product(NamedTuple):
     group_size: int
     order: int
     k: int
-    dtype: "torch.dtype"
+    dtype: torch.dtype
 
     @property
     def packed(self) -> Packed:
         """The weight."""
-        return Packed(self.weight, self.scales, None, self.bits, self.group_size)
+        return _packed(self)
 
 
 class GroupedProduct(NamedTuple):
@@ -48,12 +49,16 @@ class GroupedProduct(NamedTuple):
     group_size: int
     order: int
     k: int
-    dtype: "torch.dtype"
+    dtype: torch.dtype
 
     @property
     def packed(self) -> Packed:
         """The experts' weights."""
-        return Packed(self.weight, self.scales, None, self.bits, self.group_size)
+        return _packed(self)
+
+
+def _packed(product: Product | GroupedProduct) -> Packed:
+    return Packed(product.weight, product.scales, None, product.bits, product.group_size)
 
 
 class Form(NamedTuple):
@@ -63,6 +68,28 @@ class Form(NamedTuple):
     clip: float
     order: int
     width: int
+
+
+def register(
+    library: Any,
+    name: str,
+    call: Callable[..., Any],
+    *,
+    cuda: Callable[..., Any],
+    cpu: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
+    """Register an operator by functions of its arguments as one value, which ``call`` makes of them."""
+
+    def gathered(run: Callable[..., Any]) -> Callable[..., Any]:
+        def operator(*arguments: Any) -> Any:
+            return run(call(*arguments))
+
+        return operator
+
+    library.impl(name, gathered(cuda), "CUDA")
+    library.impl(name, gathered(cpu), "CPU")
+    torch.library.register_fake(f"w4pack::{name}", gathered(fake), lib=library)
 
 
 def with_form(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Launches of the integer product: what ``int_ops`` runs on a GPU."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -7,10 +8,13 @@ import torch
 from w4pack.convert.errors import UsageError
 from w4pack.kernels import arguments, launch, tensor_maps, tiles
 from w4pack.kernels.quarot import int_tiles
-from w4pack.kernels.quarot.calls import Product
+from w4pack.kernels.quarot.calls import GroupedProduct, Product
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Run = Callable[[launch.Device, Any, "Tensor", tiles.Launch | None], None]
 
 
 def gemm(product: Product, out: "Tensor", chosen: tiles.Launch | None = None) -> None:
@@ -19,46 +23,82 @@ def gemm(product: Product, out: "Tensor", chosen: tiles.Launch | None = None) ->
     Raises:
         UsageError: the card has no kernel that reads codes of the order.
     """
-    codes = product.codes
+    if out.shape[0]:
+        on_its_card(_gemm, product, out, chosen)
+
+
+def on_its_card(
+    run: Run, product: Product | GroupedProduct, out: "Tensor", chosen: tiles.Launch | None
+) -> None:
+    """Run a launch where the codes lie. To make a card the current one costs more than to see that it is."""
+    index = product.codes.get_device()
+    if index == torch.cuda.current_device():
+        run(launch.device(index), product, out, chosen)
+        return
+    with torch.cuda.device(index):
+        run(launch.device(index), product, out, chosen)
+
+
+def _gemm(card: launch.Device, product: Product, out: "Tensor", chosen: tiles.Launch | None) -> None:
     m, n = out.shape
-    if m == 0:
-        return
-    index = codes.get_device()
-    if index != torch.cuda.current_device():
-        with torch.cuda.device(index):
-            gemm(product, out, chosen)
-        return
-    packed, group_size, order, k = product.packed, product.group_size, product.order, product.k
-    card = launch.device(index)
-    choice = chosen or int_tiles.choose(
-        launch.table_arch(card.arch), card.multiprocessors, m, n, k, order, group_size
-    )
+    codes, order, group_size = product.codes, product.order, product.group_size
+    arch, sms = launch.table_arch(card.arch), card.multiprocessors
+    choice = chosen or int_tiles.choose(arch, sms, m, n, product.k, order, group_size)
     if choice is None:
         raise no_kernel(card, order)
     tile = choice.tile
     steps = int_tiles.group_steps(tile, order, group_size)
-    stream = arguments.current_stream(index)
-    space = card.workspace(stream)
+    start(
+        card,
+        choice,
+        _entry(tile, out.dtype, order, steps),
+        int_tiles.shared_bytes(tile, order, steps != 0),
+        product,
+        out,
+        _codes(card, codes, tile),
+        before=(arguments.pointer(product.bias),),
+        after=(arguments.int32(_row(codes)), arguments.int32(out.stride(0) if m > 1 else n)),
+    )
+
+
+def start(
+    card: launch.Device,
+    choice: tiles.Launch,
+    name: str,
+    shared: int,
+    product: Product | GroupedProduct,
+    out: "Tensor",
+    codes: Any,
+    *,
+    before: tuple[Any, ...],
+    after: tuple[Any, ...],
+) -> None:
+    """Start the kernel ``name`` with the arguments that products of one weight and of many share.
+
+    codes   as the kernel takes them
+    before  arguments in front of the output; ``after``: behind its sizes
+    """
+    stream = arguments.current_stream(card.index)
+    space, packed = card.workspace(stream), product.packed
     launch.start(
         card,
-        _entry(tile, out.dtype, order, steps),
+        name,
         choice.grid,
-        tile.threads,
-        int_tiles.shared_bytes(tile, order, steps != 0),
+        choice.tile.threads,
+        shared,
         stream,
-        _codes(card, codes, tile),
+        codes,
         product.act_scales.data_ptr(),
         product.weight.data_ptr(),
         product.scales.data_ptr(),
-        arguments.pointer(product.bias),
+        *before,
         out.data_ptr(),
         space.sums,
         space.flags,
-        arguments.int32(m),
-        arguments.int32(n),
-        arguments.int32(k),
-        arguments.int32(_row(codes)),
-        arguments.int32(out.stride(0) if m > 1 else n),
+        arguments.int32(out.shape[0]),
+        arguments.int32(out.shape[1]),
+        arguments.int32(product.k),
+        *after,
         packed.group_shift,
         packed.wide_scales,
     )

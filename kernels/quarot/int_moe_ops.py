@@ -21,7 +21,7 @@ import torch
 from w4pack.kernels import moe_checks
 from w4pack.kernels.moe_ops import spans
 from w4pack.kernels.quarot import int_moe_launch, int_ops
-from w4pack.kernels.quarot.calls import GroupedProduct, Product
+from w4pack.kernels.quarot.calls import GroupedProduct, Product, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,8 +54,7 @@ def _of_expert(given: GroupedProduct, expert: int) -> Product:
     )
 
 
-def _gemm_cpu(*arguments: Any) -> "Tensor":
-    given = GroupedProduct(*arguments)
+def _gemm_cpu(given: GroupedProduct) -> "Tensor":
     n = check(given)
     moe_checks.values(given.rows, given.offsets, given.codes.shape[0])
     out = given.codes.new_zeros((given.rows.shape[0], n), dtype=given.dtype)
@@ -66,21 +65,17 @@ def _gemm_cpu(*arguments: Any) -> "Tensor":
     return out
 
 
-def _gemm_cuda(*arguments: Any) -> "Tensor":
-    given = GroupedProduct(*arguments)
+def _gemm_cuda(given: GroupedProduct) -> "Tensor":
     out = given.codes.new_empty((given.rows.shape[0], check(given)), dtype=given.dtype)
     int_moe_launch.gemm(given, out)
     return out
 
 
-def _gemm_fake(*arguments: Any) -> "Tensor":
-    given = GroupedProduct(*arguments)
+def _gemm_fake(given: GroupedProduct) -> "Tensor":
     shape = (given.rows.shape[0], given.weight.shape[2] * 2 // given.bits)
     return given.codes.new_empty(shape, dtype=given.dtype)
 
 
-_library.impl("int_moe_gemm", _gemm_cuda, "CUDA")
-_library.impl("int_moe_gemm", _gemm_cpu, "CPU")
-torch.library.register_fake("w4pack::int_moe_gemm", _gemm_fake, lib=_library)
+register(_library, "int_moe_gemm", GroupedProduct, cuda=_gemm_cuda, cpu=_gemm_cpu, fake=_gemm_fake)
 
 int_moe_gemm = torch.ops.w4pack.int_moe_gemm.default

@@ -21,7 +21,7 @@ import torch
 from w4pack.convert.core.scheme import RUN_CODES
 from w4pack.kernels import checks
 from w4pack.kernels.quarot import int_launch, int_reference, orders_int
-from w4pack.kernels.quarot.calls import Product
+from w4pack.kernels.quarot.calls import Product, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,28 +79,23 @@ def _check_order(order: int, bits: int, act_bits: int, group_size: int) -> None:
         )
 
 
-def _gemm_cpu(*given: Any) -> "Tensor":
-    product = Product(*given)
+def _gemm_cpu(product: Product) -> "Tensor":
     check(product)
     return int_reference.gemm(product)
 
 
-def _gemm_cuda(*given: Any) -> "Tensor":
-    product = Product(*given)
+def _gemm_cuda(product: Product) -> "Tensor":
     n = check(product)
     out = torch.empty((product.codes.shape[0], n), dtype=product.dtype, device=product.codes.device)
     int_launch.gemm(product, out)
     return out
 
 
-def _gemm_fake(*given: Any) -> "Tensor":
-    product = Product(*given)
+def _gemm_fake(product: Product) -> "Tensor":
     shape = (product.codes.shape[0], product.weight.shape[1] * 2 // product.bits)
     return product.codes.new_empty(shape, dtype=product.dtype)
 
 
-_library.impl("int_gemm", _gemm_cuda, "CUDA")
-_library.impl("int_gemm", _gemm_cpu, "CPU")
-torch.library.register_fake("w4pack::int_gemm", _gemm_fake, lib=_library)
+register(_library, "int_gemm", Product, cuda=_gemm_cuda, cpu=_gemm_cpu, fake=_gemm_fake)
 
 int_gemm = torch.ops.w4pack.int_gemm.default

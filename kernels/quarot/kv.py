@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4pack.kernels.quarot import kv_checks, kv_launch, kv_reference
-from w4pack.kernels.quarot.calls import Append, Attention
+from w4pack.kernels.quarot.calls import Append, Attention, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,33 +44,41 @@ _library.define(
 )
 
 
-def _checked(
-    call: Callable[..., Any], check: Callable[..., None], run: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Make an operator that checks its arguments, gathered by ``call``, before it runs."""
+def _checked(check: Callable[..., None], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Check the arguments of an operator before it runs."""
 
-    def operator(*arguments: Any) -> Any:
-        given = call(*arguments)
+    def operator(given: Any) -> Any:
         check(given)
         return run(given)
 
     return operator
 
 
-def _append_fake(*arguments: Any) -> None:
+def _append_fake(given: Append) -> None:
     return None
 
 
-def _attention_fake(q: "Tensor", *arguments: Any) -> "Tensor":
-    rows, heads, queries, size = q.shape
-    return q.new_empty((rows, queries, heads, size))
+def _attention_fake(given: Attention) -> "Tensor":
+    rows, heads, queries, size = given.q.shape
+    return given.q.new_empty((rows, queries, heads, size))
 
 
-for _key, _runs in (("CUDA", kv_launch), ("CPU", kv_reference)):
-    _library.impl("kv_append", _checked(Append, kv_checks.append, _runs.append), _key)
-    _library.impl("kv_attention", _checked(Attention, kv_checks.attention, _runs.attention), _key)
-torch.library.register_fake("w4pack::kv_append", _append_fake, lib=_library)
-torch.library.register_fake("w4pack::kv_attention", _attention_fake, lib=_library)
+register(
+    _library,
+    "kv_append",
+    Append,
+    cuda=_checked(kv_checks.append, kv_launch.append),
+    cpu=_checked(kv_checks.append, kv_reference.append),
+    fake=_append_fake,
+)
+register(
+    _library,
+    "kv_attention",
+    Attention,
+    cuda=_checked(kv_checks.attention, kv_launch.attention),
+    cpu=_checked(kv_checks.attention, kv_reference.attention),
+    fake=_attention_fake,
+)
 
 kv_append = torch.ops.w4pack.kv_append.default
 kv_attention = torch.ops.w4pack.kv_attention.default

@@ -1,6 +1,7 @@
 """Launches of the kernels of the quantized cache. Nothing here waits for the card or depends on lengths."""
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -95,13 +96,43 @@ def append(given: Append) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """A launch of attention: what it was given, and the arguments that its kernels share.
+
+    pages  addresses of codes, parameters and the block table
+    turn   R3: see ``_turn``
+    shape  heads, KV heads, pages of a sequence
+    rule   window, whether q is bf16, scale, soft cap
+    """
+
+    card: launch.Device
+    stream: int
+    given: Attention
+    out: "Tensor"
+    pages: tuple[int, int, int]
+    turn: tuple[Argument, ...]
+    shape: tuple[Argument, ...]
+    rule: tuple[Argument, ...]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Addresses of the lengths, and of where each sequence begins or 0."""
+        return self.given.lengths.data_ptr(), arguments.pointer(self.given.first)
+
+    @property
+    def slots(self) -> int:
+        """What the block table has room for."""
+        return self.given.block_table.shape[1] * kv_layout.PAGE
+
+
 def attention(given: Attention) -> "Tensor":
     """Return (B, T, heads, head_dim); the arguments were checked.
 
     Raises:
         UsageError: the transform has no kernel.
     """
-    q, codes, params, block_table, lengths, first, scale, window, softcap, transform, _ = given
+    q, codes = given.q, given.codes
     batch, heads, tokens, size = q.shape
     out = torch.empty((batch, tokens, heads, size), dtype=q.dtype, device=q.device)
     if out.numel() == 0:
@@ -109,36 +140,28 @@ def attention(given: Attention) -> "Tensor":
     index = q.get_device()
     with torch.cuda.device(index):
         card = launch.device(index)
-        pages = (codes, params, block_table, lengths)
-        common = (
-            *(tensor.data_ptr() for tensor in (q, *pages)),
-            arguments.pointer(first),
-            out.data_ptr(),
+        call = _Attention(
+            card,
+            arguments.current_stream(index),
+            given,
+            out,
+            (codes.data_ptr(), given.params.data_ptr(), given.block_table.data_ptr()),
+            _turn(given.transform, size, index),
+            (_int(heads), _int(codes.shape[2]), _int(given.block_table.shape[1])),
+            (_int(given.window), _int(q.dtype == torch.bfloat16), _float(given.scale), _float(given.softcap)),
         )
-        shape = (_int(heads), _int(codes.shape[2]), _int(block_table.shape[1]))
-        rule = (_int(window), _int(q.dtype == torch.bfloat16), _float(scale), _float(softcap))
-        turn = _turn(transform, size, index)
         unpacks = kv_tiles.unpacks(card.arch, size, tokens, heads // codes.shape[2])
-        start = _decode if tokens == 1 else _prefill_unpacked if unpacks else _prefill
-        start(card, given, common, turn, shape, rule)
+        (_decode if tokens == 1 else _prefill_unpacked if unpacks else _prefill)(call)
     return out
 
 
-def _decode(
-    card: launch.Device,
-    given: Attention,
-    common: tuple[int, ...],
-    turn: tuple[Argument, ...],
-    shape: tuple[Argument, ...],
-    rule: tuple[Argument, ...],
-) -> None:
+def _decode(call: _Attention) -> None:
     """One query token a sequence: parts of the context side by side, joined by the last block of a row."""
-    q, bits, kv_heads, pages = given.q, given.bits, given.codes.shape[2], given.block_table.shape[1]
+    card, q, bits, kv_heads = call.card, call.given.q, call.given.bits, call.given.codes.shape[2]
     batch, heads, _, size = q.shape
     units = kv_heads * -(-heads // kv_heads // kv_tiles.HEADS)
     warps = kv_tiles.decode_warps(card.arch, size, bits)
-    splits = kv_tiles.splits(batch * units, pages * kv_layout.PAGE, card.multiprocessors, warps)
-    stream = arguments.current_stream(card.index)
+    splits = kv_tiles.splits(batch * units, call.slots, card.multiprocessors, warps)
     parts = torch.empty(
         batch * units * splits * kv_tiles.result_bytes(size) // 4 if splits > 1 else 0,
         dtype=torch.float32,
@@ -150,98 +173,87 @@ def _decode(
         (splits * units, batch),
         32 * warps,
         kv_tiles.decode_shared(size, bits, warps),
-        stream,
-        *common,
+        call.stream,
+        q.data_ptr(),
+        *call.pages,
+        *call.span,
+        call.out.data_ptr(),
         parts.data_ptr(),
-        card.workspace(stream).flags,
-        *turn,
+        card.workspace(call.stream).flags,
+        *call.turn,
         q.stride(0),
         q.stride(1),
-        *shape,
+        *call.shape,
         _int(splits),
-        *rule,
+        *call.rule,
     )
 
 
-def _prefill(
-    card: launch.Device,
-    given: Attention,
-    common: tuple[int, ...],
-    turn: tuple[Argument, ...],
-    shape: tuple[Argument, ...],
-    rule: tuple[Argument, ...],
-) -> None:
+def _prefill(call: _Attention) -> None:
     """Several query tokens a sequence: blocks of them for each head."""
-    q, bits = given.q, given.bits
+    q, bits = call.given.q, call.given.bits
     batch, heads, tokens, size = q.shape
     launch.start(
-        card,
+        call.card,
         kv_tiles.prefill_entry(size, bits),
         (batch * heads, -(-tokens // kv_tiles.QUERIES)),
         32 * kv_tiles.WARPS,
         kv_tiles.prefill_shared(size, bits),
-        arguments.current_stream(card.index),
-        *common,
-        *turn,
+        call.stream,
+        q.data_ptr(),
+        *call.pages,
+        *call.span,
+        call.out.data_ptr(),
+        *call.turn,
         *q.stride()[:3],
-        *shape,
+        *call.shape,
         _int(tokens),
-        *rule,
+        *call.rule,
     )
 
 
-def _prefill_unpacked(
-    card: launch.Device,
-    given: Attention,
-    common: tuple[int, ...],
-    turn: tuple[Argument, ...],
-    shape: tuple[Argument, ...],
-    rule: tuple[Argument, ...],
-) -> None:
+def _prefill_unpacked(call: _Attention) -> None:
     """Many query tokens: K and V of some sequences and KV heads to fp16 tiles, then attention over those."""
-    q, bits, kv_heads, pages = given.q, given.bits, given.codes.shape[2], given.block_table.shape[1]
+    card, q, bits, kv_heads = call.card, call.given.q, call.given.bits, call.given.codes.shape[2]
     batch, heads, tokens, size = q.shape
-    group, stream = heads // kv_heads, arguments.current_stream(card.index)
-    blocks = -(-tokens // kv_tiles.flash_queries(size))
-    tiles, pair_bytes = kv_tiles.flash_tiles(size, pages * kv_layout.PAGE)
-    at_once = min(batch * kv_heads, max(1, kv_tiles.MOST_UNPACKED // pair_bytes), kv_tiles.MOST_PAIRS)
+    group, every = heads // kv_heads, batch * kv_heads
+    items = group * -(-tokens // kv_tiles.flash_queries(size))  # of one sequence and KV head
+    tiles, pair_bytes = kv_tiles.flash_tiles(size, call.slots)
+    at_once = kv_tiles.pairs_at_once(every, pair_bytes, items, card.multiprocessors)
     unpacked = torch.empty(at_once * pair_bytes, dtype=torch.uint8, device=q.device)
-    query, *cache, lengths, padding, out = common
-    for first in range(0, batch * kv_heads, at_once):
-        pairs = min(at_once, batch * kv_heads - first)
+    for first in range(0, every, at_once):
+        pairs = min(at_once, every - first)
         launch.start(
             card,
             kv_tiles.unpack_entry(size, bits),
             (2 * tiles, pairs),
             kv_tiles.UNPACK_THREADS,
             0,
-            stream,
-            *cache,
-            lengths,
-            padding,
+            call.stream,
+            *call.pages,
+            *call.span,
             unpacked.data_ptr(),
-            *shape[1:],
+            *call.shape[1:],
             _int(tokens),
-            rule[0],
+            call.rule[0],
             _int(first),
         )
         launch.start(
             card,
             kv_tiles.flash_entry(size),
-            min(card.multiprocessors, blocks * pairs * group),
+            min(card.multiprocessors, items * pairs),
             kv_tiles.flash_threads(size),
             kv_tiles.flash_shared(size),
-            stream,
-            query,
+            call.stream,
+            q.data_ptr(),
             unpacked.data_ptr(),
-            lengths,
-            padding,
-            out,
-            *turn,
+            *call.span,
+            call.out.data_ptr(),
+            *call.turn,
             *q.stride()[:3],
-            *shape,
+            *call.shape,
             _int(tokens),
-            *rule,
+            *call.rule,
             _int(tiles),
             _int(first),
             _int(pairs),

@@ -12,7 +12,8 @@ WARPS_PER_MULTIPROCESSOR = 16  # of the decode kernel
 QUERIES = 64  # of a block of the prefill kernel that reads codes
 UNPACK_THREADS, MOST_PAIRS = 256, 65535  # of its block; sequences and KV heads of one launch
 LEAST_READERS = 2  # blocks of queries of a KV head from which on unpacking once is cheaper than in each
-MOST_UNPACKED = 256 << 20  # bytes of unpacked K and V at a time, unless one sequence and KV head has more
+MOST_UNPACKED = 256 << 20  # bytes of unpacked K and V at a time that cost nothing worth naming
+MOST_FILLING = 1 << 30  # and where so few sequences and KV heads would leave multiprocessors idle
 L2_BYTES = 40 << 20  # of K and V that heads worked on at the same time may have
 LEAST_TILES = 8  # of 32 slots that a part of the context should have
 MOST_SPLITS = 64
@@ -76,6 +77,18 @@ def flash_tiles(head_dim: int, slots: int) -> tuple[int, int]:
     tokens = flash_tokens(head_dim)
     tiles = -(-slots // tokens)
     return tiles, 4 * tiles * tokens * head_dim
+
+
+def pairs_at_once(pairs: int, pair_bytes: int, items: int, multiprocessors: int) -> int:
+    """Return of how many sequences and KV heads (pairs) K and V are unpacked at a time: in equal rounds.
+
+    As many as ``MOST_UNPACKED`` holds. A short chunk of queries over a long context makes few work items
+    (``items`` of a pair) of much memory: there as many pairs as give each multiprocessor one, up to
+    ``MOST_FILLING``. A single pair may take more than either.
+    """
+    filling = min(-(-multiprocessors // items), MOST_FILLING // pair_bytes)
+    most = min(max(1, MOST_UNPACKED // pair_bytes, filling), MOST_PAIRS)
+    return -(-pairs // -(-pairs // most))
 
 
 def section(pairs: int, group: int, pair_bytes: int) -> int:

@@ -14,7 +14,7 @@ from w4pack.kernels.quarot.transform import Transform
 if TYPE_CHECKING:
     from torch import Tensor
 
-ACTIVATIONS = ("none", "silu", "gelu_tanh")
+ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2}  # as the kernels number them
 BITS = RUN_BITS
 UNIT = 8  # values a kernel reads at once
 WIDTH = 64  # columns of a packed weight's tile: what codes are padded to

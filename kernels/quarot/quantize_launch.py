@@ -15,12 +15,13 @@ from w4pack.convert.errors import UsageError
 from w4pack.kernels import arguments, launch
 from w4pack.kernels.quarot import flat_plan, quantize_plan, row_plan
 from w4pack.kernels.quarot.calls import Form
+from w4pack.kernels.quarot.quantize_checks import ACTIVATIONS
 from w4pack.kernels.quarot.transform import Transform
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-INPUTS = {"none": 0, "silu": 1, "gelu_tanh": 2, "norm": 3}  # as the kernels number them
+INPUTS = {**ACTIVATIONS, "norm": 3}  # what is read, as the kernels number it
 GAINS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 _int, _float = ctypes.c_int32, ctypes.c_float
 _long = ctypes.c_uint64
@@ -59,7 +60,7 @@ class Task:
     @property
     def acts(self) -> bool:
         """Whether x is gate and up."""
-        return self.kind in ("silu", "gelu_tanh")
+        return self.kind not in ("none", "norm")
 
     @property
     def tail(self) -> tuple[object, ...]:
@@ -91,9 +92,9 @@ def run(task: Task) -> None:
             _cluster(card, stream, task, *spread)
             return
         room = _card(index)[0]
-        whole = task.transform.factors and task.gain is None and task.form.width == task.k
-        found = quantize_plan.dense(task.transform, task.heads, task.size, room) if whole else None
-        many = whole and flat_plan.is_chosen(task.x.shape[0], found is not None)
+        tiled = bool(task.transform.factors) and task.gain is None and task.form.width == task.k
+        found = quantize_plan.dense(task.transform, task.heads, task.size, room) if tiled else None
+        many = tiled and flat_plan.is_chosen(task.x.shape[0], found is not None)
         flat = _flat_of(card, task, room) if many else None
         if flat is not None:
             _flat(card, stream, task, *flat)

@@ -179,7 +179,8 @@ def test_long_prefill_is_one_result_always_however_it_is_cut(
     assert all(torch.equal(whole, kv.kv_attention(*arguments)) for _ in range(20))
     monkeypatch.setattr(kv_tiles, "L2_BYTES", 1)  # every KV head by itself
     assert torch.equal(whole, kv.kv_attention(*arguments))
-    monkeypatch.setattr(kv_tiles, "MOST_UNPACKED", 1)  # and unpacked by itself
+    for bound in ("MOST_UNPACKED", "MOST_FILLING"):
+        monkeypatch.setattr(kv_tiles, bound, 1)  # and unpacked by itself
     assert torch.equal(whole, kv.kv_attention(*arguments))
 
 

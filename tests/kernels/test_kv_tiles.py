@@ -56,6 +56,24 @@ def test_what_is_read_twice_is_unpacked_once() -> None:
     assert kv_tiles.unpacks("sm_90a", 256, 2, 2) and not kv_tiles.unpacks("sm_80", 128, 2048, 8)
 
 
+def test_what_is_unpacked_at_a_time_fills_the_card_and_is_bounded() -> None:
+    mib = 1 << 20
+
+    def at_once(pairs: int, pair_mib: int, items: int) -> int:
+        return kv_tiles.pairs_at_once(pairs, pair_mib * mib, items, 132)
+
+    assert at_once(64, 1, 128) == 64  # everything fits
+    assert at_once(512, 1, 8) == 256  # two equal rounds of 256 MiB
+    assert at_once(260, 1, 8) == 130  # not 256 and 4
+    assert (
+        at_once(128, 64, 8) == 16
+    )  # a short chunk over 128k tokens: 1 GiB, 128 items for 132 multiprocessors
+    assert at_once(128, 64, 64) == 4  # enough work in 256 MiB
+    assert at_once(130, 64, 64) == 4  # 33 rounds
+    assert at_once(8, 2048, 8) == 1  # one alone may take more
+    assert at_once(70000, 1, 8) == 256 and kv_tiles.pairs_at_once(70000, 1, 8, 132) == 35000
+
+
 def test_tiles_are_whole_and_sections_of_heads_are_even() -> None:
     assert kv_tiles.flash_tiles(128, 2048) == (16, 2048 * 128 * 2 * 2)
     assert kv_tiles.flash_tiles(64, 97) == (2, 2 * 96 * 64 * 2 * 2)
