@@ -1,14 +1,20 @@
-"""Compares tensors with the sha256 that the converter wrote of each: proof before loading, on request."""
+"""Compares tensors with what the converter wrote of each: all bytes on request, their ends always.
+
+Ends are two pages of a tensor. They tell tensors of one shape that were exchanged, which nothing else would:
+a model would load and say nonsense. A tensor that is none of those that were written is left alone: whoever
+changed it may have meant to.
+"""
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from w4pack.convert.errors import Refused, SourceError
+from w4pack.convert.errors import Refused, SourceError, W4PackError
+from w4pack.convert.files import ends
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels.artifact import Artifact
@@ -17,6 +23,8 @@ from w4pack.kernels.workers import WeightFile
 MANIFEST = "w4pack.json"
 LIMIT = 512 << 20  # bytes; the manifest of a 70B model with folded orders has a few MB
 BLOCK = 4 << 20  # bytes hashed at a time: stays in the cache
+READERS = 16  # threads that read single pages: they wait for the disk, not for a core
+TOGETHER = 64  # tensors that one of them takes at a time
 
 
 def check(artifact: Artifact, names: Iterable[str], threads: int | None = None) -> None:
@@ -27,10 +35,7 @@ def check(artifact: Artifact, names: Iterable[str], threads: int | None = None) 
     wanted = read_hashes(artifact.folder)
     infos = sorted((artifact.tensors[name] for name in names), key=lambda info: (-info.nbytes, info.name))
     with ExitStack() as stack:
-        opened = {
-            name: stack.enter_context(WeightFile(*artifact.files[name]))
-            for name in sorted({info.file for info in infos})
-        }
+        opened = _opened(artifact, infos, stack)
         pool = stack.enter_context(ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))))
         found = list(pool.map(lambda info: _digest(opened[info.file], info), infos))
     problems = [
@@ -40,6 +45,49 @@ def check(artifact: Artifact, names: Iterable[str], threads: int | None = None) 
     ]
     if problems:
         raise Refused.together(problems)
+
+
+def check_ends(artifact: Artifact) -> None:
+    """Raise SourceError that names every tensor that has the bytes of another one of the same artifact.
+
+    Reads two pages of each tensor. Nothing is compared where the manifest is missing, or of a version of
+    w4pack that wrote no digests of ends.
+    """
+    written = _read(artifact.folder, "ends", in_all=False) or {}
+    infos = [info for name, info in artifact.tensors.items() if name in written]
+    infos.sort(key=lambda info: (info.file, info.offset))
+    parts = [infos[at : at + TOGETHER] for at in range(0, len(infos), TOGETHER)]
+    with ExitStack() as stack:
+        opened = _opened(artifact, infos, stack)
+
+        def differing(part: Sequence[TensorInfo]) -> list[tuple[TensorInfo, str]]:
+            found = [(i, ends.digest(opened[i.file].read, i.offset, i.nbytes)) for i in part]
+            return [(info, digest) for info, digest in found if digest != written[info.name]]
+
+        pool = stack.enter_context(ThreadPoolExecutor(READERS))
+        changed = [pair for pairs in pool.map(differing, parts) for pair in pairs]
+    owners = {digest: name for name, digest in written.items()} if changed else {}
+    problems: list[W4PackError] = [
+        _exchanged(info, owners[digest], artifact) for info, digest in changed if digest in owners
+    ]
+    if problems:
+        raise Refused.together(problems)
+
+
+def _opened(artifact: Artifact, infos: Iterable[TensorInfo], stack: ExitStack) -> dict[str, WeightFile]:
+    files = sorted({info.file for info in infos})
+    return {name: stack.enter_context(WeightFile(*artifact.files[name])) for name in files}
+
+
+def _exchanged(info: TensorInfo, owner: str, artifact: Artifact) -> SourceError:
+    return SourceError(
+        "a tensor holds the bytes that were written as another one",
+        code="tensor-exchanged",
+        where=f"{info.file}, {info.name}",
+        expected=f"its own, as {MANIFEST} says",
+        found=f"those of {owner}",
+        hint=f"w4pack verify {artifact.folder}",
+    )
 
 
 def _digest(file: WeightFile, info: TensorInfo) -> str:
@@ -67,16 +115,27 @@ def read_hashes(folder: Path) -> dict[str, str]:
 
     Raises SourceError if there is no manifest, or none that can be used.
     """
+    found = _read(folder, "sha256", in_all=True)
+    if found is None:
+        raise SourceError(
+            "the artifact has no manifest to check against", code="no-manifest", where=str(folder / MANIFEST)
+        )
+    return found
+
+
+def _read(folder: Path, key: str, *, in_all: bool) -> dict[str, str] | None:
+    """Return tensor name -> what the manifest of an artifact says of it; None without one.
+
+    in_all  of every tensor, or the manifest is incomplete
+    Raises SourceError for one that cannot be used.
+    """
     with LocalStore(folder) as store:
-        where = store.path_of(MANIFEST)
         if MANIFEST not in store.files():
-            raise SourceError(
-                "the artifact has no manifest to check against", code="no-manifest", where=where
-            )
-        raw = store.read(MANIFEST, LIMIT)
+            return None
+        where, raw = store.path_of(MANIFEST), store.read(MANIFEST, LIMIT)
     try:
         tensors = json.loads(raw)["tensors"]
-        return {str(name): str(entry["sha256"]) for name, entry in tensors.items()}
+        return {str(name): str(entry[key]) for name, entry in tensors.items() if in_all or key in entry}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         found = f"{type(err).__name__}: {err}".partition("\n")[0][:200]
         raise SourceError("the manifest cannot be read", code="manifest", where=where, found=found) from err

@@ -75,4 +75,6 @@ def write_artifact(
 
 
 def _entry(info: TensorInfo, data: bytes) -> dict[str, Any]:
-    return {"dtype": info.dtype, "shape": list(info.shape), "sha256": hashlib.sha256(data).hexdigest()}
+    ends = hashlib.sha256(data[:4096] + data[4096:][-4096:]).hexdigest()[:16]
+    sha = hashlib.sha256(data).hexdigest()
+    return {"dtype": info.dtype, "shape": list(info.shape), "sha256": sha, "ends": ends}

@@ -501,7 +501,8 @@ def run_staged(
             if running.resume:
                 running.reporter.event("note", text=_resumed(len(earlier), plan))
             finished = operations(files, log, earlier)
-        written = manifest.Written(execute.tensor_hashes(finished), execute.reports(plan, finished))
+            ends = {tensor.name: files.ends(tensor) for tensor in plan.tensors}
+        written = manifest.Written(execute.tensor_hashes(finished), execute.reports(plan, finished), ends)
         write_rest(staging.out, written)
         staging.publish(overwrite=running.overwrite)
         return written

@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from w4pack.convert.dialects import w4pack as dialect
 from w4pack.convert.errors import Refused, UsageError
-from w4pack.kernels import arguments, launch
+from w4pack.kernels import arguments, hashes, launch
 from w4pack.kernels.artifact import open_artifact
 from w4pack.kernels.hf import joins, online, skeleton, wiring
 
@@ -85,6 +85,7 @@ class W4PackQuantizer(HfQuantizer):
                 hint="from_pretrained(PATH) without `state_dict`",
             )
         artifact = open_artifact(Path(checkpoint_files[0]).parent, online=True)
+        hashes.check_ends(artifact)
         self.running = online.plan(artifact)
         self.skeleton = skeleton.build(model, artifact, model.dtype)
         self.joins = joins.find(self.skeleton)

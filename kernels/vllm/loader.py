@@ -147,19 +147,26 @@ class W4PackModelLoader(DefaultModelLoader):
                 hint=f"vllm serve {name} --load-format auto",
             ) from err
         if not source.is_folder(name):
-            for file in (CONFIG, *([hashes.MANIFEST] if self.options.get("check_hashes") else [])):
+            for file in (CONFIG, hashes.MANIFEST):
                 if not (Path(folder) / file).is_file():
                     path = file if subfolder is None else f"{subfolder}/{file}"
                     download_weights_from_hf(name, self.load_config.download_dir, [path], revision)
         return folder
 
     def _check_files(self, folder: str) -> None:
-        """Check the headers once more, of the files that are read: they may have come from the Hub since."""
-        found = source.of_folder(folder)
-        if self._running is not None and found.artifact is not None:
-            completeness.check_same(self._running, found.artifact)
-        if self.options.get("check_hashes") and found.artifact is not None:
-            hashes.check(found.artifact, set(found.artifact.tensors), self.options.get("threads"))
+        """Check the headers once more, of the files that are read: they may have come from the Hub since.
+
+        Raises:
+            SourceError: also tensors that were exchanged.
+        """
+        found = source.of_folder(folder).artifact
+        assert found is not None
+        if self._running is not None:
+            completeness.check_same(self._running, found)
+        if self.options.get("check_hashes"):
+            hashes.check(found, set(found.tensors), self.options.get("threads"))
+        else:
+            hashes.check_ends(found)
 
 
 def auto(own: type[Any]) -> type[Any]:

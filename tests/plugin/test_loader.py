@@ -51,21 +51,39 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path / "artifact"
 
 
-@pytest.mark.parametrize("check_hashes", [False, True])
-def test_settings_come_to_where_the_weights_of_a_repository_are(repository: Path, check_hashes: bool) -> None:
+def test_settings_come_to_where_the_weights_of_a_repository_are(repository: Path) -> None:
     from w4pack.kernels.vllm import source
 
-    folder = loader(repository.parent, check_hashes=check_hashes)._folder("ORG/NAME", None)
+    folder = loader(repository.parent)._folder("ORG/NAME", None)
     assert source.of_folder(folder).specs.keys() == SPECS.keys()
-    wanted = ["config.json", *(["w4pack.json"] if check_hashes else [])]
+    wanted = ["config.json", "w4pack.json"]
     assert [("ORG/NAME", repository.parent, name) for name in wanted] == standins.ASKED
 
 
 def test_settings_that_are_there_are_not_asked_for(repository: Path) -> None:
-    (repository / "config.json").write_bytes(standins.FILES["config.json"])
+    for name in ("config.json", "w4pack.json"):
+        (repository / name).write_bytes(standins.FILES[name])
     loader()._folder("ORG/NAME", None)
-    loader(check_hashes=True)._folder(str(repository), None)  # a folder is as it is
+    (repository / "w4pack.json").unlink()
+    loader()._folder(str(repository), None)  # a folder is as it is
     assert standins.ASKED == []
+
+
+@pytest.mark.parametrize("how", [{}, {"check_hashes": True}], ids=["ends", "hashes"])
+def test_tensors_that_were_exchanged_are_refused_before_they_are_loaded(
+    tmp_path: Path, how: dict[str, bool]
+) -> None:
+    names = ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
+    write_artifact(tmp_path, dict.fromkeys(names, SPECS[names[0]]))
+    loader(**how)._check_files(str(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    one, other = (f"{name}.weight" for name in names)
+    save_file(tensors | {one: tensors[other], other: tensors[one]}, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError) as caught:
+        loader(**how)._check_files(str(tmp_path))
+    code = "tensor-hash" if how else "tensor-exchanged"
+    assert [p.code for p in caught.value.problems] == [code, code]
+    assert {p.where for p in caught.value.problems} == {f"model.safetensors, {n}" for n in (one, other)}
 
 
 def test_pickles_are_the_engines_own_loaders(tmp_path: Path) -> None:
