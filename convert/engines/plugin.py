@@ -144,8 +144,8 @@ RULES = (
         "of a step", "--ignore all experts of that layer", whole=_partial_experts, run=True,
     ),
     Rule(
-        "vllm.plugin-lora-experts", "note", "experts", "--enable-lora is refused unless --lora-target-modules "
-        "leaves experts out: the engine adds adapters of experts inside its own kernels",
+        "vllm.plugin-lora-experts", "note", "experts", "--enable-lora is refused unless "
+        "--lora-target-modules leaves experts out: the engine adds their adapters inside its own kernels",
         "--lora-target-modules with the other layers", whole=_packed_experts, run=True,
     ),
 )  # fmt: skip

@@ -71,14 +71,27 @@ def _numbers(found: Iterable[int]) -> Sequence[int]:
     return whole if numbers == tuple(whole) else numbers
 
 
-def places(found: Sequence[Kind], experts: int) -> torch.Tensor:
-    """Return (kinds, experts) int32: where in its stacks each kind has an expert of the model, or their
-    length, which stands for nobody.
+class Places:
+    """Where in its stacks each kind has an expert of the model: a table, made on a device when asked for.
+
+    It is no buffer of the layer, and not there before the engine's first run: what an engine finds in a
+    layer, or is allocated while weights load, is emptied when weights are loaded again or given up.
+
+    Args:
+        found: the kinds.
+        experts: in the model.
     """
-    rows = []
-    for kind in found:
-        row = [len(kind.numbers)] * experts
-        for place, expert in enumerate(kind.experts):
-            row[expert] = place
-        rows.append(row)
-    return torch.tensor(rows, dtype=torch.int32)
+
+    def __init__(self, found: Sequence[Kind], experts: int) -> None:
+        self._rows = [[len(kind.numbers)] * experts for kind in found]  # their length stands for nobody
+        for row, kind in zip(self._rows, found, strict=True):
+            for place, expert in enumerate(kind.experts):
+                row[expert] = place
+        self._tables: dict[torch.device, torch.Tensor] = {}
+
+    def chosen(self, kind: int, experts: torch.Tensor) -> torch.Tensor:
+        """Return int32 places in the stacks of a kind for experts of the model, of any shape."""
+        device = experts.device
+        if device not in self._tables:
+            self._tables[device] = torch.tensor(self._rows, dtype=torch.int32, device=device)
+        return self._tables[device][kind][experts.long()]

@@ -14,7 +14,7 @@ from vllm.model_executor.utils import is_weights_pre_processed
 from w4pack.convert.errors import Refused
 from w4pack.kernels import experts, orders
 from w4pack.kernels.vllm import parts as parts_of
-from w4pack.kernels.vllm.kinds import Kind, Names, kinds, places
+from w4pack.kernels.vllm.kinds import Kind, Names, Places, kinds
 from w4pack.kernels.vllm.lazy import seen
 from w4pack.kernels.vllm.linear import check_loaded
 from w4pack.kernels.vllm.parts import Part, Rank, Run, Wanted
@@ -100,8 +100,7 @@ class W4PackMoEMethod(FusedMoEMethodBase):
         experts = range(self.moe.num_logical_experts)
         numbers = {e: layer._map_global_expert_id_to_local_expert_id(e) for e in experts}
         layer.w4pack_kinds = kinds(self.source, self.name, {e: n for e, n in numbers.items() if n != -1})
-        if len(layer.w4pack_kinds) > 1:
-            layer.register_buffer("w4pack_places", places(layer.w4pack_kinds, len(experts)), persistent=False)
+        layer.w4pack_places = Places(layer.w4pack_kinds, len(experts))
         inner = intermediate_size_per_partition
         first = Wanted(layer.layer_name, hidden_size, (inner, inner))
         last = Wanted(layer.layer_name, inner, (hidden_size,))
@@ -214,8 +213,8 @@ class W4PackMoEMethod(FusedMoEMethodBase):
 def _chosen(layer: Any, kind: int, count: int, experts: torch.Tensor) -> torch.Tensor:
     """Return which of the ``count`` experts of a kind are chosen; ``count``: one of another kind or rank."""
     if len(layer.w4pack_kinds) > 1:
-        table: torch.Tensor = layer.w4pack_places[kind]
-        return table[experts.long()]
+        places: Places = layer.w4pack_places
+        return places.chosen(kind, experts)
     if layer.expert_map is None:
         return experts
     chosen = layer.expert_map[experts.long()]

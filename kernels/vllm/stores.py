@@ -82,6 +82,10 @@ class Layout:
                     view.copy_(torch.arange(view.shape[-1], dtype=torch.int32))
         return tensor
 
+    def elements(self, suffix: str) -> int:
+        """Return how many elements of the file the parameter holds, each of its own dtype."""
+        return sum(prod(place[2]) for place in self.places(suffix) if place is not None)
+
     def views(self, suffix: str, parameter: torch.Tensor) -> list[torch.Tensor | None]:
         """Return the runs' tensors, as views of the parameter."""
         if len(self.runs) == 1 and suffix in self.runs[0].shapes():
@@ -120,6 +124,8 @@ class Store:
         self._orders: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # run, expert -> module -> act_perm
         for suffix in layout.suffixes:
             parameter = nn.Parameter(layout.parameter(suffix), requires_grad=False)
+            if len(layout.runs) > 1:  # what the engine counts when it loads again: not the gaps between runs
+                parameter.weight_loader_numel = layout.elements(suffix)  # type: ignore[attr-defined]
             layer.register_parameter(layout.prefix + suffix, parameter)
 
     def fill(

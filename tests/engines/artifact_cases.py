@@ -48,6 +48,7 @@ OLDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("legacymarlin-w4g128-llama", {"ranks": 2}),
 )
 Q, W1 = "model.layers.0.self_attn.q_proj", "model.layers.0.block_sparse_moe.experts.1.w1"
+K, V = (f"model.layers.0.self_attn.{leaf}_proj.weight" for leaf in "kv")  # of one shape
 
 
 def artifact(shelf: Shelf, name: str, label: str = "", **options: Any) -> Path | None:
@@ -158,6 +159,7 @@ TENSORS: tuple[tuple[str, str, Callable[[Tensors], Any], str], ...] = (
     ("scales-shape", DENSE, put(f"{Q}.weight_scale", "F16", 1, 64), f"{Q}.weight_scale"),
     ("norm-shape", DENSE, put("model.norm.weight", "F16", 32), "model.safetensors, model.norm.weight"),
     ("swapped", DENSE, swap(f"{Q}.weight", "model.layers.0.mlp.up_proj.weight"), f"{Q}.weight"),
+    ("exchanged", DENSE, swap(K, V), f"model.safetensors, {K}"),
     ("order-broken", DENSE, no_order("model.layers.0.mlp.down_proj.act_perm"), "mlp.down_proj"),
     ("expert-order-broken", EXPERTS, no_order(f"{W1}.act_perm"), "experts.0.w1"),
 )

@@ -35,6 +35,7 @@ class Case:
     ``rule``: the rule of `check` that says so; "" where the engine takes the folder. ``says``: must be in
     the error of one that refuses. ``ranks``, ``loader``, ``options``: how the engine is started; ``reload``:
     weights are loaded a second time, into the running engine. ``adapter``: folder of a LoRA adapter.
+    ``pooled``: the engine gives states of tokens, and the head of the file is put on them by the test.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     reload: bool = False
     adapter: str | None = None
+    pooled: bool = False
 
 
 def settings(folder: Path) -> dict[str, Any]:

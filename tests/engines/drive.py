@@ -25,6 +25,7 @@ from typing import Any
 from artifact_cases import artifact, artifacts, damaged, older
 from cases import TOKENS, Case, Shelf, converted, decodable, edits, rebuilt, settings, sources
 from flag_cases import PLAIN, flags
+from mixed_cases import few, mixed
 from page import Answer, write_page
 from quantized_cases import quantized
 
@@ -60,7 +61,7 @@ def asked(case_id: str, folder: Path, case: Case | None = None) -> dict[str, Any
     """Return a case as the server reads it."""
     how: dict[str, Any] = {}
     if case is not None:
-        names = ("dtype", "ranks", "loader", "options", "reload", "adapter")
+        names = ("dtype", "ranks", "loader", "options", "reload", "adapter", "pooled")
         how = {name: getattr(case, name) for name in names}
     vocabulary = settings(folder)["vocab_size"]
     tokens = [t % vocabulary for t in TOKENS]
@@ -161,6 +162,8 @@ def gathered(only: set[str], names: list[str]) -> Iterator[Case]:
         yield from damaged(shelf)
         yield from artifacts(shelf, names)
         yield from older(shelf)
+        yield from mixed(shelf)
+        yield from few("older", shelf)
     if "flags" in only:
         yield from flags(shelf)
 

