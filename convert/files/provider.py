@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from w4pack.convert.errors import Refused
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.tensorfile import TensorInfo
-from w4pack.convert.files.transfer import Transfer
+from w4pack.convert.files.twobuffers import TwoBuffers
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ class CheckpointProvider:
 
     def __init__(self, checkpoint: Checkpoint, device: "torch.device | None" = None) -> None:
         self.checkpoint = checkpoint
-        self._transfer = None if device is None or device.type == "cpu" else Transfer(device)
+        self._buffers = None if device is None or device.type == "cpu" else TwoBuffers(device)
 
     def names(self) -> Iterable[str]:
         """See ``Provider``."""
@@ -111,8 +111,8 @@ class CheckpointProvider:
         """Return bytes of a tensor, flat uint8. On the CPU into memory that nobody has cleared before."""
         import torch
 
-        if self._transfer is not None:
-            return self._transfer.read(
+        if self._buffers is not None:
+            return self._buffers.read(
                 lambda at, part: self.checkpoint.read_into(info, offset + at, part), nbytes
             )
         made = torch.empty(nbytes, dtype=torch.uint8)

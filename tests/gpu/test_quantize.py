@@ -18,7 +18,7 @@ from w4pack.convert.core.scheme import QuantScheme  # noqa: E402
 from w4pack.convert.files.checkpoint import open_checkpoint  # noqa: E402
 from w4pack.convert.files.local import LocalStore  # noqa: E402
 from w4pack.convert.files.provider import CheckpointProvider  # noqa: E402
-from w4pack.convert.files.transfer import Transfer  # noqa: E402
+from w4pack.convert.files.twobuffers import TwoBuffers  # noqa: E402
 from w4pack.convert.quantize import gptq, grids, linears  # noqa: E402
 from w4pack.convert.quantize.hessian import Statistics  # noqa: E402
 
@@ -105,7 +105,7 @@ def test_a_tensor_comes_to_the_card_as_it_lies_in_the_file(busy: bool, tmp_path:
     save_file(made, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(LocalStore(tmp_path))
     provider = CheckpointProvider(checkpoint, torch.device("cuda"))
-    provider._transfer = Transfer(torch.device("cuda"), 1 << 16)
+    provider._buffers = TwoBuffers(torch.device("cuda"), 1 << 16)
     other = torch.randn(8192, 8192, device="cuda")
     for name, dtype in names.items():
         for wanted in (None, torch.float32):

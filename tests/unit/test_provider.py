@@ -17,7 +17,7 @@ from w4pack.convert.files import local
 from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.provider import CheckpointProvider
-from w4pack.convert.files.transfer import Transfer
+from w4pack.convert.files.twobuffers import TwoBuffers
 
 TENSORS = {
     "a.2": torch.tensor([[1.5, -2.0], [0.25, 3.0], [7.0, 8.0]], dtype=torch.bfloat16),
@@ -112,14 +112,14 @@ def test_a_short_file_is_told_as_one_thread_would(long: Checkpoint) -> None:
 
 @pytest.mark.parametrize("size", [1, 64, 501, 1003, 5000])
 def test_two_buffers_hand_over_every_byte(long: Checkpoint, size: int) -> None:
-    transfer, info = Transfer(torch.device("cpu"), size), long.tensors["w"]
+    buffers, info = TwoBuffers(torch.device("cpu"), size), long.tensors["w"]
     for first, count in ((0, 1003), (7, 700), (1000, 3), (3, 0)):  # buffers are used again
-        got = transfer.read(lambda at, part, first=first: long.read_into(info, first + at, part), count)
+        got = buffers.read(lambda at, part, first=first: long.read_into(info, first + at, part), count)
         assert torch.equal(got, stored(long)[first : first + count])
 
 
 def test_a_read_that_fails_leaves_the_buffers_usable(long: Checkpoint) -> None:
-    transfer, info = Transfer(torch.device("cpu"), 100), long.tensors["w"]
+    buffers, info = TwoBuffers(torch.device("cpu"), 100), long.tensors["w"]
 
     def failing(at: int, part: memoryview) -> None:
         if at >= 300:
@@ -127,5 +127,5 @@ def test_a_read_that_fails_leaves_the_buffers_usable(long: Checkpoint) -> None:
         long.read_into(info, at, part)
 
     with pytest.raises(SourceError, match="cannot read"):
-        transfer.read(failing, 1003)
-    assert torch.equal(transfer.read(lambda at, part: long.read_into(info, at, part), 1003), stored(long))
+        buffers.read(failing, 1003)
+    assert torch.equal(buffers.read(lambda at, part: long.read_into(info, at, part), 1003), stored(long))

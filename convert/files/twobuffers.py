@@ -18,7 +18,7 @@ BUFFER = 64 << 20  # bytes of each of the two: eight threads read it in pieces t
 ReadInto = Callable[[int, memoryview], None]  # (offset, buffer to fill)
 
 
-class Transfer:
+class TwoBuffers:
     """Reads to one device. Threads take turns, a tensor at a time."""
 
     def __init__(self, device: "torch.device", size: int = BUFFER) -> None:
