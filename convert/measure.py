@@ -15,8 +15,8 @@ from w4pack.convert.events import SCHEMA, Reporter
 from w4pack.convert.jobs import manifest
 from w4pack.convert.jobs.conversion import Running, check_device
 from w4pack.convert.opening import Where, opened
-from w4pack.convert.quantize.texts import read_texts
-from w4pack.convert.quantized import require_extras, threads
+from w4pack.convert.quantize.texts import Texts
+from w4pack.convert.quantized import FIRST, require_extras, threads
 from w4pack.convert.source.detect import Source, read_source
 from w4pack.convert.source.reading import DetectOptions
 
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     import torch
 
     from w4pack.convert.modeljobs.online import Runtime
-    from w4pack.convert.quantize.evaluation import Score
+    from w4pack.convert.quantize.evaluation import Difference, Score
     from w4pack.convert.quantize.stream import Stream
+
+    Found = tuple[Score, Score | None, Difference | None]  # of the model, of the other one, between them
 
 SEQLEN = 512  # tokens of a window, unless asked otherwise
 BATCH_TOKENS = 4096  # in one run of a layer
@@ -84,58 +86,88 @@ def evaluate(
     transformers cannot build, W4PackError for one whose predictions are not finite.
     """
     check_device(device)
-    texts, name = read_texts(str(text))
+    Texts(str(text), FIRST).check()
     require_extras("measuring a model")
     from w4pack.convert.events import Quiet
-    from w4pack.convert.modeljobs.prepared import device_of, tokenizer_of
-    from w4pack.convert.quantize import calibration, evaluation
+    from w4pack.convert.modeljobs.prepared import device_of
 
-    place, told = where or Where(), reporter or Quiet()
-    target = device_of(device)
+    place, told, target = where or Where(), reporter or Quiet(), device_of(device)
     with threads(Running(threads=workers).workers), opened(path, place, told) as (checkpoint, _):
         source = read_source(checkpoint, DetectOptions())
-        tokens, _ = calibration.tokens_of(texts, tokenizer_of(source), str(text))
-        cut = _cut(tokens, windows, seqlen, str(text))
+        cut = _windows(source, str(text), windows, seqlen)
         between = _runtime(source, act_bits, kv_bits)
         own = _through(source, cut, target, between)
         if against is None:
-            found = evaluation.compare(own, None)
-            _refuse_not_finite(path, found[0])
+            found = _alone(own, path)
         else:
             with opened(against, place, told) as (other, _):
-                reference = read_source(other, DetectOptions())
-                theirs = _through(reference, cut, target, _runtime(reference, None, None))
-                _refuse_other_vocabulary(own, theirs, against)
-                found = evaluation.compare(own, theirs)
-                for model, score in ((path, found[0]), (against, found[1])):
-                    _refuse_not_finite(model, score)
+                found = _beside(own, path, read_source(other, DetectOptions()), against, cut, target)
         shared = _overlap(checkpoint.store.read, checkpoint.store.files(), cut)
-    value: dict[str, Any] = {
-        "schema": SCHEMA,
-        "path": str(path),
-        "text": name,
-        "windows": int(cut.shape[0]),
-        "seqlen": seqlen,
-        "scored": found[0].scored,
-        "digest": _digest(cut),
-        "perplexity": found[0].perplexity,
-        "window_nats": found[0].nll,
-        "act_bits": between.act_bits,
-        "kv_bits": between.kv_bits,
-        "calibration_overlap": shared,
-        "against": None if against is None else str(against),
-    }
-    if found[1] is not None and found[2] is not None:
-        mean, half = evaluation.interval([a - b for a, b in zip(found[0].nll, found[1].nll, strict=True)])
-        value |= {
-            "perplexity_against": found[1].perplexity,
-            "nats": mean,
-            "nats_interval": half if half < 1e300 else None,
-            **found[2].summary(),
-        }
+    value = {"schema": SCHEMA, "path": str(path), **_text(Texts(str(text)).name, cut), **_figures(found[0])}
+    value |= {"act_bits": between.act_bits, "kv_bits": between.kv_bits, "calibration_overlap": shared}
+    value |= {"against": None if against is None else str(against), **_lost(found)}
     if shared > OVERLAP:
-        told.event("warning", code="calibration-overlap", where=name, text=_overlap_text(shared))
+        told.event("warning", code="calibration-overlap", where=value["text"], text=_overlap_text(shared))
     return value
+
+
+def _windows(source: Source, text: str, windows: int, seqlen: int) -> "torch.Tensor":
+    """Return the tokens (W, L) to measure with. Raises UsageError for a text without one window."""
+    from w4pack.convert.modeljobs.prepared import tokenizer_of
+    from w4pack.convert.quantize.calibration import first_tokens
+
+    tokens, _ = first_tokens(text, tokenizer_of(source), windows * seqlen)
+    return _cut(tokens, windows, seqlen, text)
+
+
+def _alone(own: "Stream", path: str | Path) -> "Found":
+    """Score a model by itself. Raises W4PackError for predictions that are no numbers."""
+    from w4pack.convert.quantize.evaluation import compare
+
+    found = compare(own, None)
+    _refuse_not_finite(path, found[0])
+    return found
+
+
+def _beside(
+    own: "Stream",
+    path: str | Path,
+    reference: Source,
+    against: str | Path,
+    cut: "torch.Tensor",
+    device: "torch.device",
+) -> "Found":
+    """Score a model and another one, and how far apart they are. Raises as ``evaluate`` does."""
+    from w4pack.convert.quantize.evaluation import compare
+
+    theirs = _through(reference, cut, device, _runtime(reference, None, None))
+    _refuse_other_vocabulary(own, theirs, against)
+    found = compare(own, theirs)
+    _refuse_not_finite(path, found[0])
+    _refuse_not_finite(against, found[1])
+    return found
+
+
+def _text(name: str, cut: "torch.Tensor") -> dict[str, Any]:
+    """Return what is said of the tokens."""
+    return {"text": name, "windows": int(cut.shape[0]), "seqlen": int(cut.shape[1]), "digest": _digest(cut)}
+
+
+def _figures(score: "Score") -> dict[str, Any]:
+    """Return what is said of a model by itself."""
+    return {"scored": score.scored, "perplexity": score.perplexity, "window_nats": score.nll}
+
+
+def _lost(found: "Found") -> dict[str, Any]:
+    """Return what is said of a model beside another one."""
+    from w4pack.convert.quantize.evaluation import interval
+
+    own, theirs, apart = found
+    if theirs is None or apart is None:
+        return {}
+    mean, half = interval([a - b for a, b in zip(own.nll, theirs.nll, strict=True)])
+    nats = {"nats": mean, "nats_interval": half if half < 1e300 else None}
+    return {"perplexity_against": theirs.perplexity, **nats, **apart.summary()}
 
 
 def _overlap_text(share: float) -> str:

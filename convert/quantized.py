@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 LETTERS = 8  # of a token at most, on average: how much of a data set is read
+FIRST = 1 << 20  # characters of a text in which something must stand
 
 
 def require_extras(what: str) -> None:
@@ -130,11 +131,11 @@ def quantize(
 def _read_calibration(options: ConvertOptions) -> None:
     """Raise UsageError for a calibration text on this disk that gives none."""
     from w4pack.convert.hub.texts import PREFIX
-    from w4pack.convert.quantize.texts import read_texts
+    from w4pack.convert.quantize.texts import Texts
 
     asked = options.quantize
     if asked is not None and asked.method == "gptq" and not (asked.calibration or "").startswith(PREFIX):
-        read_texts(asked.calibration)
+        Texts(asked.calibration, FIRST).check()
 
 
 def _texts(options: ConvertOptions) -> tuple[list[str], str] | None:

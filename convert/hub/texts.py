@@ -17,11 +17,12 @@ from w4pack.convert.core.families import natural_key
 from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.hub.client import QUICK, hub_error, persist
 from w4pack.convert.hub.resolve import is_hub_id
-from w4pack.convert.quantize.texts import ENCODING, is_text, objects
+from w4pack.convert.quantize.texts import beginning, is_text, objects
 
 PREFIX = "hub:"
 SPLIT, COLUMN = "train", "text"
 ENDINGS = (".parquet", ".jsonl", ".txt")  # in the order in which they are preferred
+LEAST = 1 << 22  # characters that are read of a plain text in any case
 ROWS = 1024  # of a Parquet file in memory at a time
 
 
@@ -66,7 +67,7 @@ def read(spec: str, characters: int) -> tuple[list[str], str]:
     texts: list[str] = []
     left = characters
     for name in _of_split(asked, files):
-        for text in _texts(_fetched(asked, commit, name), name, asked):
+        for text in _texts(_fetched(asked, commit, name), name, asked, max(left, LEAST)):
             texts.append(text)
             left -= len(text)
             if left <= 0:
@@ -115,19 +116,19 @@ def _of_split(asked: DataSet, files: list[str]) -> list[str]:
     )
 
 
-def _texts(path: Path, name: str, asked: DataSet) -> Iterator[str]:
+def _texts(path: Path, name: str, asked: DataSet, characters: int) -> Iterator[str]:
+    """Yield the texts of a file, read one by one; of a plain text the first ``characters``."""
     if name.endswith(".parquet"):
         yield from _parquet(path, name, asked)
         return
     try:
-        raw = path.read_bytes().decode(ENCODING)
+        if name.endswith(".txt"):
+            yield beginning(path, characters)[0]
+            return
+        for number, _, row in objects(path):
+            yield _value(row, f"{asked.repo_id}: {name}, line {number}", asked)
     except UnicodeDecodeError as err:
         raise _unreadable(name, asked, "bytes that are no UTF-8") from err
-    if name.endswith(".txt"):
-        yield raw
-        return
-    for number, _, row in objects(raw):
-        yield _value(row, f"{asked.repo_id}: {name}, line {number}", asked)
 
 
 def _value(row: dict[str, Any] | None, where: str, asked: DataSet) -> str:

@@ -4,6 +4,9 @@ Rules. A ``.jsonl`` file holds one object a line with a ``text``; any other file
 tokenized one by one, whole, without special tokens; those of fewer than two tokens are left out, the others
 joined in their order. The tokens are cut into windows of ``seqlen``; run ``seed`` takes the ``samples``
 windows from number ``seed * samples`` on, round to the start. A text shorter than one window is one window.
+
+What lies behind the last of these windows is not read: of JSONL no further line, of one long text what is
+beyond ``LETTERS`` characters a token, which is read after all where it turns out too little.
 """
 
 import hashlib
@@ -16,8 +19,11 @@ import torch
 
 from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.files.tensorfile import TensorInfo
-from w4pack.convert.quantize.texts import read_texts
+from w4pack.convert.quantize.texts import Texts
 
+LETTERS = 8  # characters of a token at most, on average: how much of one text is read at first
+LEAST = 1 << 22  # characters that are read of one text in any case
+SEAM = 256  # last tokens of a text that was cut, which may be others than those of the whole text
 GRAM = 16  # tokens that are hashed together for the sketch
 SKETCH = 256  # smallest hashes that are kept: enough to see an overlap of a few percent
 BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -31,7 +37,7 @@ class Calibration:
 
     source    the file's name, or ``built-in sample``
     wanted    windows that were asked for
-    skipped   texts left out
+    skipped   texts left out, of those that were read
     """
 
     windows: torch.Tensor
@@ -57,15 +63,39 @@ class Calibration:
         }
 
 
-def tokens_of(texts: Iterable[str], tokenizer: Any, where: str) -> tuple[torch.Tensor, int]:
-    """Tokenize texts and join them. Returns (tokens (T,) int64, texts left out). Raises UsageError."""
-    found, skipped = [], 0
+def first_tokens(path: str | None, tokenizer: Any, count: int) -> tuple[torch.Tensor, int]:
+    """Tokenize a file as far as it takes to know its first ``count`` tokens, or all if it has fewer.
+
+    Returns (tokens (T,) int64, maybe more than asked for; texts left out). Raises UsageError.
+    """
+    letters = max(LEAST, LETTERS * count)
+    while True:
+        texts = Texts(path, letters)
+        tokens, skipped = tokens_of(texts, tokenizer, texts.where, count)
+        if not texts.cut:
+            return tokens, skipped
+        if tokens.numel() >= count + SEAM:
+            return tokens[:-SEAM], skipped
+        letters *= 2
+
+
+def tokens_of(
+    texts: Iterable[str], tokenizer: Any, where: str, enough: int | None = None
+) -> tuple[torch.Tensor, int]:
+    """Tokenize texts and join them. Returns (tokens (T,) int64, texts left out). Raises UsageError.
+
+    enough  tokens after which no further text is asked for; None: all
+    """
+    found, skipped, known = [], 0, 0
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) < 2:
             skipped += 1
         else:
             found.append(torch.tensor(ids, dtype=torch.int64))
+            known += len(ids)
+        if enough is not None and known >= enough:
+            break
     if not found:
         raise UsageError(
             "the text gives no tokens to use", where=where, expected="a text of two tokens or more"
@@ -97,8 +127,13 @@ def calibrate(
 
     ``given``: texts that were read already, and their name.
     """
-    texts, name = given or read_texts(path)
-    tokens, skipped = tokens_of(texts, tokenizer, path or name)
+    wanted = (seed + 1) * samples * seqlen
+    if given is None:
+        name = Texts(path).name
+        tokens, skipped = first_tokens(path, tokenizer, wanted)
+    else:
+        name = given[1]
+        tokens, skipped = tokens_of(given[0], tokenizer, path or name, wanted)
     return Calibration(cut(tokens, samples, seqlen, seed), name, samples, skipped)
 
 

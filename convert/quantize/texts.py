@@ -1,11 +1,11 @@
 """Text to calibrate or to measure with, as it lies on this disk. A file that gives none is refused by name.
 
 A ``.jsonl`` file holds one object a line with a ``text``; any other file is one text. A byte order mark is no
-text. No torch.
+text. Read as far as it is asked for: lines one by one, and of one long text its beginning. No torch.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +18,89 @@ NAME = "built-in sample"
 ENCODING = "utf-8-sig"  # UTF-8, with or without a byte order mark
 
 
-def read_texts(path: str | None) -> tuple[list[str], str]:
-    """Return texts and a name for them. Raises UsageError for a file that gives none."""
-    if path is None:
-        return [SAMPLE.read_text(encoding="utf-8")], NAME
-    file = Path(path)
-    try:
-        raw = file.read_bytes().decode(ENCODING)
-    except (OSError, UnicodeDecodeError) as err:
-        reason = "bytes that are no UTF-8" if isinstance(err, UnicodeDecodeError) else str(err.strerror)
-        raise UsageError(
-            "the text cannot be read", where=path, expected="a text or JSONL file in UTF-8", found=reason
-        ) from err
-    texts = list(_json_lines(raw, path)) if file.suffix == ".jsonl" else [raw]
-    if not any(text.strip() for text in texts):
-        raise UsageError("the text is empty", where=path, expected="text to calibrate or to measure with")
-    return texts, file.name
+class Texts:
+    """The texts of a file, read anew by each loop over them, and no further than the loop goes.
 
+    name   what is recorded of it
+    where  the file as it was given
+    cut    after a loop: the file is one text, and longer than what was read of it
 
-def _json_lines(raw: str, path: str) -> Iterable[str]:
-    for number, line, value in objects(raw):
-        text = (value or {}).get("text")
-        if not isinstance(text, str) or not is_text(text):
+    A loop raises UsageError for what is no text, with its line, and for a file that gives none.
+    """
+
+    def __init__(self, path: str | None, characters: int | None = None) -> None:
+        """``path=None``: the built-in sample. ``characters``: how much of one text is read; None: all."""
+        self.file = SAMPLE if path is None else Path(path)
+        self.name = NAME if path is None else self.file.name
+        self.where = NAME if path is None else path
+        self.characters = -1 if characters is None else characters
+        self.cut = False
+
+    def __iter__(self) -> Iterator[str]:
+        blank = True
+        try:
+            for text in self._lines() if self.file.suffix == ".jsonl" else self._whole():
+                blank = blank and not text.strip()
+                yield text
+        except (OSError, UnicodeDecodeError) as err:
+            reason = "bytes that are no UTF-8" if isinstance(err, UnicodeDecodeError) else str(err.strerror)
             raise UsageError(
-                "a line is not an object with a text",
-                where=f"{path}: line {number}",
-                expected='{"text": "..."}',
-                found=line[:60],
-            )
+                "the text cannot be read",
+                where=self.where,
+                expected="a text or JSONL file in UTF-8",
+                found=reason,
+            ) from err
+        if blank and not self.cut:
+            expected = "text to calibrate or to measure with"
+            raise UsageError("the text is empty", where=self.where, expected=expected)
+
+    def check(self) -> None:
+        """Read as far as the first text. Raises UsageError as a loop does."""
+        next((text for text in self if text.strip()), None)
+
+    def _whole(self) -> Iterator[str]:
+        text, self.cut = beginning(self.file, self.characters)
         yield text
 
+    def _lines(self) -> Iterator[str]:
+        for number, line, value in objects(self.file):
+            text = (value or {}).get("text")
+            if not isinstance(text, str) or not is_text(text):
+                raise UsageError(
+                    "a line is not an object with a text",
+                    where=f"{self.where}: line {number}",
+                    expected='{"text": "..."}',
+                    found=line[:60],
+                )
+            yield text
 
-def objects(raw: str) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
+
+def beginning(path: Path, characters: int) -> tuple[str, bool]:
+    """Return the first characters of a file, -1: all, and whether there are more.
+
+    The text is what stands there: no end of a line becomes another. Raises UnicodeDecodeError, OSError.
+    """
+    with path.open(encoding=ENCODING, newline="") as file:
+        size = path.stat().st_size  # in bytes, so at least the characters; 0 of what is no plain file
+        return file.read(characters if characters < size else -1), file.read(1) != ""
+
+
+def objects(path: Path) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
     """Yield (number, line, object or None where it holds none) of every line of JSONL that is not blank.
 
     A line ends at a line feed alone: the other ends of lines that Unicode knows may stand within a text.
+    Raises UnicodeDecodeError for a line that is no UTF-8, OSError.
     """
-    for number, line in enumerate(raw.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        yield number, line, value if isinstance(value, dict) else None
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            line = raw.decode(ENCODING if number == 1 else "utf-8").removesuffix("\n")
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            yield number, line, value if isinstance(value, dict) else None
 
 
 def is_text(value: str) -> bool:

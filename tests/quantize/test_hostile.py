@@ -48,9 +48,9 @@ def test_a_line_of_jsonl_ends_at_a_line_feed_alone(mark: bytes, tmp_path: Path) 
     odd = "a\u2028b\u2029c\u0085d"
     rows = [json.dumps({"text": odd}, ensure_ascii=False), "", json.dumps({"text": "\U0001f600"})]
     (tmp_path / "t.jsonl").write_bytes(mark + "\r\n".join(rows).encode())
-    assert texts.read_texts(str(tmp_path / "t.jsonl"))[0] == [odd, "\U0001f600"]
+    assert list(texts.Texts(str(tmp_path / "t.jsonl"))) == [odd, "\U0001f600"]
     (tmp_path / "t.txt").write_bytes(mark + odd.encode())
-    assert texts.read_texts(str(tmp_path / "t.txt"))[0] == [odd]
+    assert list(texts.Texts(str(tmp_path / "t.txt"))) == [odd]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_line_of_jsonl_ends_at_a_line_feed_alone(mark: bytes, tmp_path: Path) 
 def test_a_hostile_line_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "good"}\n' + line)
     with pytest.raises(UsageError) as caught:
-        texts.read_texts(str(tmp_path / "t.jsonl"))
+        list(texts.Texts(str(tmp_path / "t.jsonl")))
     assert caught.value.where == f"{tmp_path / 't.jsonl'}: line 2"
 
 

@@ -60,7 +60,7 @@ def test_f72_short_lines_are_left_out_and_the_digest_covers_what_is_used(llama: 
     (tmp_path / "u.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in lines if len(t) > 1))
     tokenizer = AutoTokenizer.from_pretrained(llama)
     one, two = (
-        calibration.calibrate(str(tmp_path / name), tokenizer, samples=1, seqlen=8, seed=0)
+        calibration.calibrate(str(tmp_path / name), tokenizer, samples=2, seqlen=8, seed=0)
         for name in ("t.jsonl", "u.jsonl")
     )
     assert (one.skipped, two.skipped) == (3, 0)
@@ -73,7 +73,7 @@ def test_f72_short_lines_are_left_out_and_the_digest_covers_what_is_used(llama: 
 def test_a_line_that_is_no_text_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "good"}\n' + line)
     with pytest.raises(UsageError) as caught:
-        texts.read_texts(str(tmp_path / "t.jsonl"))
+        list(texts.Texts(str(tmp_path / "t.jsonl")))
     assert caught.value.where == f"{tmp_path / 't.jsonl'}: line 2"
 
 
@@ -85,13 +85,13 @@ def test_a_text_that_cannot_be_read_is_named(make: str | None, tmp_path: Path) -
     if make == "binary":
         path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError) as caught:
-        texts.read_texts(str(path))
+        list(texts.Texts(str(path)))
     assert caught.value.where == str(path)
 
 
 def test_the_built_in_sample_is_text() -> None:
-    (text,), name = texts.read_texts(None)
-    assert len(text) > 100_000 and name == texts.NAME
+    (text,) = texts.Texts(None)
+    assert len(text) > 100_000 and texts.Texts(None).name == texts.NAME
 
 
 def test_a_sketch_sees_shared_passages_and_no_others() -> None:
