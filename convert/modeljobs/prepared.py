@@ -15,10 +15,11 @@ from w4pack.convert.files.provider import CheckpointProvider, Provider
 from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.jobs.conversion import Running, check_device, folder_of
 from w4pack.convert.modeljobs.clipping import find_clips
+from w4pack.convert.modeljobs.complete import refuse_incomplete
 from w4pack.convert.modeljobs.mixed import Chosen, choose
 from w4pack.convert.modeljobs.online import runtime_of
 from w4pack.convert.modeljobs.overlap import overlaps
-from w4pack.convert.planning.online import model_of, records, runs_online
+from w4pack.convert.planning.online import CLIPS_LATER, model_of, records, runs_online
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantizing import ModelTensors, default_schemes, fixed_schemes, linears_of
 from w4pack.convert.planning.targets import TARGETS
@@ -26,15 +27,10 @@ from w4pack.convert.planning.unquantized import as_recorded, unquantized
 from w4pack.convert.quantize.calibration import Calibration, calibrate, check_windows
 from w4pack.convert.quantize.clips import ACT_DEFAULTS, KV_DEFAULTS, Clips
 from w4pack.convert.rotate.plan import RotationPlan
+from w4pack.convert.rotate.rotated import Rotated
 from w4pack.convert.source.detect import Source
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-CLIPS_LATER = Warning_(
-    "clips-later",
-    "clip ratios of activations and cache",
-    "those that suit the calibration text",
-    "defaults; the run measures them first",
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +43,7 @@ class Prepared:
     calibration  None for methods that need none
     chosen       linear -> its scheme and why, where schemes were chosen by measurement
     ahead        what the provider reads through where a layer is read while another is in work
+    clips_later  clip ratios are not measured yet: the records have those that are taken without a text
     """
 
     source: Source
@@ -59,6 +56,7 @@ class Prepared:
     warnings: tuple[Warning_, ...] = ()
     chosen: Mapping[str, Chosen] | None = None
     ahead: ReadAhead | None = None
+    clips_later: bool = False
 
     def reading(self) -> AbstractContextManager[object]:
         """Return a block behind which no thread reads any more."""
@@ -81,6 +79,8 @@ class Prepared:
         found: dict[str, Any] = {"device": self.device.type}
         if self.calibration is not None:
             found["calibration"] = self.calibration.record()
+        if self.clips_later:
+            found["clips"] = CLIPS_LATER
         return found
 
 
@@ -107,36 +107,58 @@ def prepare(
         raise ValueError("nothing is to be quantized")
     device = device_of(running.device)
     found = unquantized(source, options)
-    model, turned, warnings = found.model, found.rotation, found.warnings
+    provider, ahead = _provider(source, found.rotation, device)
+    refuse_incomplete(found.model, provider, asked.method)
+    calibration = None if asked.method == "rtn" else _calibration(source, options, found.model, texts)
+    model, later = found.model, calibration is not None and runs_online(options) and not measuring
+    if runs_online(options):
+        measured = None if later else calibration
+        model = replace(model, online=_online(model, options, provider, found.rotation, measured, device))
+    return Prepared(
+        source,
+        provider,
+        model,
+        as_recorded(options) if texts is None else as_recorded(options, texts[1]),
+        origin,
+        device,
+        calibration,
+        (*found.warnings, *(() if calibration is None else _too_little(calibration, model))),
+        None if asked.bpw is None else _chosen(model, options, provider, asked.bpw, device),
+        ahead,
+        later,
+    )
+
+
+def _provider(
+    source: Source, rotation: RotationPlan | None, device: torch.device
+) -> tuple[Provider, ReadAhead | None]:
+    """Return what gives the tensors, rotated where that is asked for, and what it reads through."""
     provider: Provider = CheckpointProvider(source.checkpoint, device)
     ahead = None
     if overlaps(device):
         provider = ahead = ReadAhead(provider)
-    if turned is not None:
-        from w4pack.convert.rotate.rotated import Rotated
+    if rotation is not None:
+        provider = Rotated(provider, rotation, device)
+    return provider, ahead
 
-        provider = Rotated(provider, turned, device)
-    calibration = None
-    if asked.method == "gptq":
-        tokenizer = tokenizer_of(source, "`--quantize rtn` needs no text")
-        calibration = calibrate(
-            asked.calibration,
-            tokenizer,
-            samples=asked.samples,
-            seqlen=asked.seqlen,
-            seed=options.seed,
-            given=texts,
-        )
-        check_windows(calibration.windows, model.config, model.infos)
-        warnings += _too_little(calibration, model)
-    if runs_online(options):
-        online = _online(model, options, provider, turned, calibration if measuring else None, device)
-        model = replace(model, online=online)
-        if calibration is not None and not measuring:
-            warnings += (CLIPS_LATER,)
-    chosen = None if asked.bpw is None else _chosen(model, options, provider, asked.bpw, device)
-    recorded = as_recorded(options) if texts is None else as_recorded(options, texts[1])
-    return Prepared(source, provider, model, recorded, origin, device, calibration, warnings, chosen, ahead)
+
+def _calibration(
+    source: Source, options: ConvertOptions, model: ModelTensors, texts: tuple[list[str], str] | None
+) -> Calibration:
+    """Read the calibration text, unless it is given, and check it against the model."""
+    asked = options.quantize
+    if asked is None:
+        raise ValueError("nothing is to be quantized")
+    calibration = calibrate(
+        asked.calibration,
+        tokenizer_of(source, "`--quantize rtn` needs no text"),
+        samples=asked.samples,
+        seqlen=asked.seqlen,
+        seed=options.seed,
+        given=texts,
+    )
+    check_windows(calibration.windows, model.config, model.infos)
+    return calibration
 
 
 def _chosen(

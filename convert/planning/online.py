@@ -20,6 +20,7 @@ from w4pack.convert.source.online import refuse_architecture
 
 Table = Mapping[int, float]  # bits -> clip ratio
 ONLINE_TARGET = "marlin"
+CLIPS_LATER = "searched on the calibration text when the run starts"  # what a plan says of ratios to be found
 
 
 def runs_online(options: ConvertOptions) -> bool:

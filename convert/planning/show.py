@@ -142,7 +142,8 @@ def _rotated(plan: Plan) -> list[str]:
 
 def _online(plan: Plan) -> list[str]:
     records = (plan.quant_config or {}).get("online")
-    return online_shown.lines(online_shown.to_json(parse(records))) if records else []
+    later = (plan.quantization or {}).get("clips")
+    return online_shown.lines(online_shown.to_json(parse(records)), later) if records else []
 
 
 def _layer_line(layer: LayerPlan) -> str:

@@ -4,6 +4,7 @@ Only what is needed is in memory: the embeddings and the head, and one decoder l
 """
 
 import ctypes
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -52,10 +53,17 @@ class Skeleton:
         """Return the checkpoint's name for a parameter's path. Raises SourceError if it has none."""
         found = self.names.get(path)
         if found is None:
-            raise SourceError(
-                "a tensor that the model needs is not in the checkpoint", code="tensor-missing", where=path
-            )
+            raise missing_tensor(path)
         return found
+
+    def lacking(self) -> list[str]:
+        """Return the paths of tensors that the model has and the checkpoint lacks; tied ones count as one."""
+        paths: dict[int, list[str]] = {}
+        for path, _, _, tensor in _tensors(self.model, ""):
+            paths.setdefault(id(tensor), []).append(path)
+        optional = [re.compile(p) for p in getattr(self.model, "_keys_to_ignore_on_load_missing", None) or ()]
+        found = [tied[0] for tied in paths.values() if not any(path in self.names for path in tied)]
+        return [path for path in found if not any(pattern.search(path) for pattern in optional)]
 
     def names_below(self, index: int) -> list[str]:
         """Return the checkpoint's names of a decoder layer's tensors."""
@@ -252,6 +260,16 @@ def _on_meta(factory: Any, settings: Any, dtype: torch.dtype) -> Any:
             if "attention" not in str(err):
                 raise
             return factory.from_config(settings, dtype=dtype, attn_implementation="eager")
+
+
+def missing_tensor(path: str) -> SourceError:
+    """Return the error of a tensor that a checkpoint lacks."""
+    return SourceError(
+        "a tensor that the model needs is not in the checkpoint",
+        code="tensor-missing",
+        where=path,
+        hint="a download that was cut short leaves tensors out: fetch the checkpoint again",
+    )
 
 
 def _decoder_layers(model: nn.Module, kind: object) -> tuple[str, nn.ModuleList]:

@@ -48,13 +48,16 @@ def _clip(clip: Clips) -> dict[str, float]:
     return {str(bits): ratio for bits, ratio in sorted(clip.items())}
 
 
-def lines(online: Mapping[str, Any]) -> list[str]:
-    """Return the human form of ``to_json``'s object: what runs, with which bits and ratios."""
+def lines(online: Mapping[str, Any], later: str | None = None) -> list[str]:
+    """Return the human form of ``to_json``'s object: what runs, with which bits and ratios.
+
+    later  what is said in place of ratios that are still to be found
+    """
     acts, cache = (_chosen(online[f"{name}_bits"], online[f"{name}_bits_allowed"]) for name in ("act", "kv"))
     return [
         *(f"transform {TRANSFORMS[h['site']]}: {_matrix(h)}" for h in online["transforms"]),
         f"activations {acts}, cache {cache}",
-        *_ratios(online),
+        *([f"clip ratios {later}"] if later else _ratios(online)),
     ]
 
 

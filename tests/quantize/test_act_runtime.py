@@ -303,8 +303,20 @@ def test_a_dry_run_plans_what_the_run_measures(
         "convert", heads, tmp_path / "out", *words, "--calibration", full[1], *FEW, "--dry-run", "--json"
     )
     plan = done.expect(0).plan
-    assert "clips-later" in {w["code"] for w in plan["warnings"]}
+    assert plan["plan"]["quantization"]["clips"].startswith("searched on the calibration text")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_a_dry_run_prints_no_ratio_that_is_still_to_be_found(
+    method: str, full: tuple[Path, Path], heads: Path, tmp_path: Path
+) -> None:
+    """Without a text nothing is searched: the ratios are those that the artifact gets."""
+    text = () if method == "rtn" else ("--calibration", full[1], *FEW)
+    words = ("--rotate", "full", "--quantize", method, "--kv-bits", 4, *text, "--dry-run")
+    told = run("convert", heads, tmp_path / "out", *words).expect(0).out
+    assert ("clip ratios searched on the calibration text when the run starts" in told) == (method == "gptq")
+    assert ("clip ratios at 4 bit: " in told) == (method == "rtn")
 
 
 def test_eval_runs_it_at_the_recorded_bits_or_others(full: tuple[Path, Path], heads: Path) -> None:
