@@ -4,7 +4,8 @@
 //     lo = clip * min(x, 0), hi = clip * max(x, 0)    s = max(fp16(min((hi - lo) / n, largest)), 2^-14)
 //     z = clamp(rint(-lo / s), 0, n)                  code = clamp(rint(x / s) + z, 0, n)        n = 2^bits - 1
 // Quotients are those of IEEE division, and no other product is fused into a sum: codes are those of the reference but for
-// ties of R3's sums.
+// ties of R3's sums. With a guide (fp32 [offset, direction][heads][HEAD_DIM]) keys lose the offset first, and MOVES codes
+// of each are moved for the sake of the direction: which ones may be decided by the order of a sum, too.
 // Bound by bytes: 2 in, bits / 8 out for each value. Rows of slots or pages that do not exist are left alone.
 // Tested by tests/gpu/test_kv.py.
 #include "kv_cache.cuh"
@@ -12,8 +13,11 @@
 constexpr int WARPS = 8;
 typedef Vector<HEAD_DIM> Row;
 
+constexpr int MOVES = 2;  // as convert/quantize/activations.py has them
+
 struct Quantized {
-  int codes[Row::EACH];
+  float steps[Row::EACH];  // x / s
+  int codes[Row::EACH], zero;
   u32 parameters;  // scale in the low half, zero in the high one
 };
 
@@ -51,10 +55,43 @@ DEVICE Quantized quantize(const Row &row, float clip, int bits, int lane) {
 #pragma unroll
   for (int i = 0; i < Row::EACH; i++) {
     const float steps = fmaxf(fminf(quotient(row.x[i], s, r), 1024.0f), -1024.0f);
-    made.codes[i] = max(0, min(nearest(steps) + z, top));
+    made.steps[i] = steps, made.codes[i] = max(0, min(nearest(steps) + z, top));
   }
+  made.zero = z;
   made.parameters = half | Number<FP16>::pack(0.0f, static_cast<float>(z));
   return made;
+}
+
+// Moves the code to its other neighbour that lowers |e|^2 + (w e)^2 most, MOVES times; `w` is this lane's part.
+DEVICE void move(Quantized &made, const float *w, int bits, int lane) {
+  const int top = bits == 4 ? 15 : 255;
+#pragma unroll
+  for (int turn = 0; turn < MOVES; turn++) {
+    float errors[Row::EACH], along = 0;
+#pragma unroll
+    for (int i = 0; i < Row::EACH; i++) {
+      errors[i] = __fsub_rn(static_cast<float>(made.codes[i] - made.zero), made.steps[i]);
+      along = fmaf(errors[i], w[i], along);
+    }
+    along = 2.0f * warp_sum(along);
+    float best = 0;
+    int place = -1, code = 0;
+#pragma unroll
+    for (int i = 0; i < Row::EACH; i++) {
+      const bool down = errors[i] > 0;
+      const int wanted = made.codes[i] + (down ? -1 : 1);
+      const float pull = __fmul_rn(w[i], __fadd_rn(down ? -along : along, w[i]));
+      const float gain = __fsub_rn(__fsub_rn(2.0f * fabsf(errors[i]), 1.0f), pull);
+      if (gain > best && wanted >= 0 && wanted <= top) best = gain, place = i, code = wanted;
+    }
+    // Gains above 0 are in the order of their bits; of equals, the first channel's.
+    const u32 most = __reduce_max_sync(WHOLE, __float_as_uint(best));
+    const u32 holders = __ballot_sync(WHOLE, place >= 0 && __float_as_uint(best) == most);
+    if (lane != __ffs(holders) - 1) place = -1;
+#pragma unroll
+    for (int i = 0; i < Row::EACH; i++)
+      if (i == place) made.codes[i] = code;
+  }
 }
 
 // Writes a lane's codes, a power of two of bytes at once.
@@ -75,12 +112,12 @@ DEVICE void store(u8 *row, const Quantized &made, int bits, int lane) {
   if (bytes == 8) *reinterpret_cast<uint2 *>(at) = make_uint2(words[0], words[1]);
 }
 
-// Blocks of a multiprocessor: with 80 and 96 channels the compiler would spill to have more of them.
-constexpr int BLOCKS = Row::POWER ? 0 : 6;
+// Blocks of a multiprocessor: more of them would make the compiler spill.
+constexpr int BLOCKS = HEAD_DIM == 256 ? 4 : 6;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-    ENTRY(const u8 *k, const u8 *v, u8 *codes, u32 *params, const int *block_table, const int *start, TURN_PARAMETERS,
-          i64 k_batch, i64 k_head, i64 k_token, i64 v_batch, i64 v_head, i64 v_token, int heads, int tokens,
+    ENTRY(const u8 *k, const u8 *v, u8 *codes, u32 *params, const int *block_table, const int *start, const float *guide,
+          TURN_PARAMETERS, i64 k_batch, i64 k_head, i64 k_token, i64 v_batch, i64 v_head, i64 v_token, int heads, int tokens,
           int table_width, int pages, int bits, int bf16, float clip_k, float clip_v) {
   __shared__ float scratch[Row::POWER ? 1 : WARPS][HEAD_DIM];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, sequence = blockIdx.y;
@@ -101,7 +138,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     const i64 offset = sequence * strides.batch + head * strides.head + token * strides.token;
     x.load_row((value ? v : k) + 2 * offset, true, bf16, lane);
     if (!value) x.turn(TURN_ARGUMENTS, scratch[Row::POWER ? 0 : warp], lane);
-    const Quantized made = quantize(x, value ? clip_v : clip_k, bits, lane);
+    const bool guided = guide != nullptr && !value;
+    const float *own = guide + head * HEAD_DIM + lane * Row::EACH;  // this lane's part of the offset
+    float w[Row::EACH] = {};
+    if (guided && lane < Row::ACTIVE) {
+#pragma unroll
+      for (int i = 0; i < Row::EACH; i++) x.x[i] = __fsub_rn(x.x[i], own[i]), w[i] = own[heads * HEAD_DIM + i];
+    }
+    Quantized made = quantize(x, value ? clip_v : clip_k, bits, lane);
+    if (guided) move(made, w, bits, lane);
     const i64 at = ((static_cast<i64>(page) * 2 + value) * heads + head) * PAGE + slot % PAGE;
     if (lane < Row::ACTIVE) store(codes + at * (HEAD_DIM * bits / 8), made, bits, lane);
     if (lane == 0) params[at] = made.parameters;

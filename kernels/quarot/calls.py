@@ -115,6 +115,7 @@ class Append(NamedTuple):
     clip_k: float
     clip_v: float
     bits: int
+    guide: "Tensor | None" = None
 
 
 class Attention(NamedTuple):

@@ -1,12 +1,15 @@
 """The operators of the quantized KV cache, in ``torch.ops.w4pack``. Pages: see ``kv_layout``.
 
-    kv_append(k, v, codes!, params!, block_table, start, transform, clip_k, clip_v, bits) -> ()
+    kv_append(k, v, codes!, params!, block_table, start, transform, clip_k, clip_v, bits, guide?) -> ()
     kv_attention(q, codes, params, block_table, lengths, first?, scale, window, softcap, transform, bits) -> y
 
 ``k`` and ``v`` are (B, kv_heads, T, head_dim), after RoPE and any norm, ``q`` (B, heads, T, head_dim), with
 the strides RoPE leaves; y is (B, T, heads, head_dim), contiguous, in q's dtype. fp16 or bf16 on a card, fp32
 too on a CPU. Query head h reads KV head ``h // (heads / kv_heads)``. ``transform`` is the key of R3, "" for
-none: it is applied inside, in fp32, to k by the first operator and to q by the second.
+none: it is applied inside, in fp32, to k by the first operator and to q by the second. ``guide`` fp32
+(2, kv_heads, head_dim): an offset that keys lose after R3, and the direction in which their error counts; see
+``convert.quantize.activations``. Scores then lack the same number for all slots of a query, which the softmax
+does not see; a soft cap does: with one, the offset must be 0.
 
 ``block_table`` int32 (B, P) holds a sequence's pages, ``start`` int32 (B,) the slot of the first new token,
 ``lengths`` int32 (B,) how many tokens are there, the new ones included. Slots count from 0 for each sequence
@@ -36,7 +39,7 @@ _library: Any = torch.library.Library("w4pack", "FRAGMENT")  # type: ignore[no-u
 _PAGES = "Tensor block_table, Tensor"
 _library.define(
     f"kv_append(Tensor k, Tensor v, Tensor(a!) codes, Tensor(b!) params, {_PAGES} start, str transform, "
-    "float clip_k, float clip_v, int bits) -> ()"
+    "float clip_k, float clip_v, int bits, Tensor? guide=None) -> ()"
 )
 _library.define(
     f"kv_attention(Tensor q, Tensor codes, Tensor params, {_PAGES} lengths, Tensor? first, float scale, "

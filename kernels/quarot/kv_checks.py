@@ -24,7 +24,7 @@ def append(given: Append) -> None:
     Raises:
         UsageError: one does not fit.
     """
-    k, v, codes, params, block_table, start, transform, clip_k, clip_v, bits = given
+    k, v, codes, params, block_table, start, transform, clip_k, clip_v, bits, guide = given
     _states(k, "k")
     _states(v, "v")
     has_dtype(v, "v", (k.dtype,), 4)
@@ -32,6 +32,11 @@ def append(given: Append) -> None:
     _cache(codes, params, k.shape[1], k.shape[3], bits, k)
     _table(block_table, start, "start", k)
     _transform(transform, k.shape[3])
+    if guide is not None:
+        has_dtype(guide, "guide", (torch.float32,), 3)
+        has_shape(guide, "guide", (2, k.shape[1], k.shape[3]))
+        require(guide.is_contiguous(), "guide is not contiguous", "guide", "contiguous", guide.stride())
+        same_device("guide", guide, "k and q", k)
     for name, clip in (("clip_k", clip_k), ("clip_v", clip_v)):
         require(0 < clip <= 1, "the clip ratio is out of range", name, "above 0, at most 1", clip)
     if not k.is_cuda and k.numel():

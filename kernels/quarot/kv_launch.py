@@ -62,7 +62,7 @@ def append(given: Append) -> None:
     Raises:
         UsageError: the transform has no kernel.
     """
-    k, v, codes, params, block_table, start, transform, clip_k, clip_v, bits = given
+    k, v, codes, params, block_table, start, transform, clip_k, clip_v, bits, guide = given
     batch, heads, tokens, size = k.shape
     if k.numel() == 0:
         return
@@ -82,6 +82,7 @@ def append(given: Append) -> None:
             params.data_ptr(),
             block_table.data_ptr(),
             start.data_ptr(),
+            arguments.pointer(guide),
             *_turn(transform, size, index),
             *k.stride()[:3],
             *v.stride()[:3],

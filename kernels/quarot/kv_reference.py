@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from w4pack.convert.quantize.activations import CacheCodes, dequantize_cache, quantize_cache
+from w4pack.convert.quantize.activations import CacheCodes, dequantize_cache, quantize_cache, quantize_keys
 from w4pack.kernels.quarot import kv_layout
 from w4pack.kernels.quarot.calls import Append, Attention
 from w4pack.kernels.quarot.transform import Transform, apply
@@ -32,12 +32,12 @@ def unpack(rows: "Tensor", bits: int) -> "Tensor":
 
 
 def append(given: Append) -> None:
-    """Write T tokens of each sequence from slot ``start`` on; k gets R3 first."""
-    k, v, codes, params, block_table, start, transform, clip_k, clip_v, bits = given
+    """Write T tokens of each sequence from slot ``start`` on; k gets R3 first, then its guide."""
+    k, v, codes, params, block_table, start, transform, clip_k, clip_v, bits, guide = given
     slots = start.long()[:, None] + torch.arange(k.shape[2], device=k.device)  # (B, T)
     pages = block_table.long().gather(1, slots // kv_layout.PAGE)
-    for which, x, clip in ((0, turn(k, transform), clip_k), (1, v.float(), clip_v)):
-        made = quantize_cache(x.transpose(1, 2), bits, clip)  # (B, T, heads, ...)
+    keys = quantize_keys(turn(k, transform).transpose(1, 2), bits, clip_k, guide)  # (B, T, heads, ...)
+    for which, made in enumerate((keys, quantize_cache(v.transpose(1, 2), bits, clip_v))):
         rows = torch.stack([made.scales, made.zeros], -1).half()
         codes[pages, which, :, slots % kv_layout.PAGE] = pack(made.codes, bits)
         params[pages, which, :, slots % kv_layout.PAGE] = rows

@@ -150,7 +150,9 @@ def caches() -> None:
         k, v = (torch.randn(2, 130, 2, size, device="cuda").half().transpose(1, 2) for _ in range(2))
         start, lengths = (torch.tensor(x, device="cuda").int() for x in ((0, 0), (130, 77)))
         key, scale = Transform.planned(size).key, size**-0.5
-        kv.kv_append(k, v, codes, params, table, start, key, 0.95, 0.95, bits)
+        guide = torch.randn(2, 2, size, device="cuda")
+        for given in (guide, None):
+            kv.kv_append(k, v, codes, params, table, start, key, 0.95, 0.95, bits, given)
         for tokens, heads in ((1, 10), (70, 10), (70, 2)):  # the last ones' K and V have one reader
             q = torch.randn(2, tokens, heads, size, device="cuda").half().transpose(1, 2)
             arguments = (codes, params, table, lengths, None, scale, 0, 0.0, key, bits)
