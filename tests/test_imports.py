@@ -319,15 +319,13 @@ def test_generate_refuses_before_it_imports_torch(
     assert loaded.isdisjoint({"torch", "transformers"})
 
 
-def test_a_gpu_without_driver_is_refused_from_its_library_alone(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_without_driver_is_refused_from_its_library_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from w4pack.kernels.hf import before
 
-    given = {"device": "cuda:1", "act_bits": None, "kv_bits": None, "system": None}
+    given = {"device": "cuda:1", "system": None, "chat": True, "top_p": 1, "seed": 0, "temperature": 0}
     monkeypatch.setattr(before, "DRIVER", "libnothing-of-this-name.so.1")
     with pytest.raises(UsageError) as caught:
-        before.check(packed, given)
+        before.check_options(given)
     assert (caught.value.code, caught.value.hint) == ("no-device", "--device cpu")
     monkeypatch.setattr(before, "DRIVER", "libc.so.6")
-    before.check(packed, given)
+    assert before.check_options(given) == ()

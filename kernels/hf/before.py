@@ -30,6 +30,27 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templ
 DRIVER = "libcuda.so.1"
 
 
+def check_options(given: Given) -> tuple[str, ...]:
+    """Look at the options alone. Returns what has no effect, in words.
+
+    Raises:
+        UsageError: options that exclude each other, or a device that is not there.
+    """
+    if given["system"] is not None and not given["chat"]:
+        raise UsageError(
+            "a system text needs the chat template",
+            where="--system",
+            found="--no-chat",
+            hint="leave out one of the two",
+        )
+    if given["device"] is not None:
+        check_device(given["device"])
+        _check_driver(given["device"])
+    drawn = {"--top-p": given["top_p"] < 1, "--seed": given["seed"] != 0}
+    idle = [option for option, asked in drawn.items() if asked and given["temperature"] == 0]
+    return tuple(f"{option} has no effect without --temperature: nothing is drawn" for option in idle)
+
+
 def folder_of(given: Given) -> Path:
     """Return the folder of the artifact, a repository of the Hub downloaded first if it is one.
 
@@ -61,14 +82,10 @@ def check(folder: Path, given: Given) -> None:
     """Refuse what cannot run.
 
     Raises:
-        UsageError: a device that is not there, bits that the artifact does not have, a system text without a
-            chat template.
+        UsageError: bits that the artifact does not have, a system text without a chat template.
         Refused: no artifact, or one with records that no kernel runs.
         SourceError: files that are broken, or no tokenizer.
     """
-    if given["device"] is not None:
-        check_device(given["device"])
-        _check_driver(given["device"])
     online.plan(open_artifact(folder, online=True), given["act_bits"], given["kv_bits"])
     if not any(file for pattern in VOCABULARIES for file in folder.glob(pattern)):
         raise no_tokenizer(folder, None)

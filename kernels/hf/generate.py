@@ -32,26 +32,18 @@ def run_generate(given: Given) -> None:
         SourceError: no tokenizer, or an artifact that is broken.
     """
     require_installed(*NEEDS)
-    _check_system(given)
+    idle = before.check_options(given)
     folder = before.folder_of(given)
     before.check(folder, given)
     prompts = [_prompt(text) for text in given["prompts"]]
     require_extra(*NEEDS)
+    for text in idle:
+        note(given, f"warning: {text}")
     speaker = open_speaker(folder, given)
     for number, prompt in enumerate(prompts):
         if number and not given["as_json"]:
             print()
         _answer(speaker, prompt)
-
-
-def _check_system(given: Given) -> None:
-    if given["system"] is not None and not given["chat"]:
-        raise UsageError(
-            "a system text needs the chat template",
-            where="--system",
-            found="--no-chat",
-            hint="leave out one of the two",
-        )
 
 
 def _prompt(text: str) -> str:

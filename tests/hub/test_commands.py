@@ -132,6 +132,14 @@ def test_a_converted_repository_is_read_and_verified_like_a_folder(
     assert (tmp_path / "back" / "config.json").read_bytes() == (demo / "config.json").read_bytes()
 
 
+def test_generate_refuses_what_is_no_artifact_before_it_is_downloaded(
+    hub: Any, model: dict[str, bytes], command: Any
+) -> None:
+    code, said, err = command("generate", "ORG/demo", "She was", "--device", "cpu")
+    assert (code, said) == (3, "") and "not a w4pack artifact" in err
+    assert hub.count("GET", "config.json") == 1 and hub.count("GET", "safetensors|cdn") == 0
+
+
 def test_generate_runs_an_artifact_from_the_hub(hub: Any, demo: Path, command: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     from w4pack.convert import convert

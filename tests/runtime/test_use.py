@@ -238,6 +238,14 @@ def test_numbers_that_draw_nothing_are_usage_errors(option: tuple[str, object], 
     assert done.exit_code == 2 and option[0] in done.stderr and "bug" not in done.stderr
 
 
+def test_options_of_drawing_have_no_effect_where_nothing_is_drawn(out: Path) -> None:
+    said = run(out, "She", "--max-new-tokens", "1", "--top-p", "0.5", "--seed", "3").stderr
+    for option in ("--top-p", "--seed"):
+        assert f"warning: {option} has no effect without --temperature" in said
+    drawn = ("--temperature", "1", "--top-p", "0.5", "--seed", "3")
+    assert "no effect" not in run(out, "She", "--max-new-tokens", "1", *drawn).stderr
+
+
 def test_an_answer_ends_where_the_context_does(out: Path) -> None:
     edit(out, max_position_embeddings=8)
     edit(out, "generation_config.json", eos_token_id=None)
