@@ -1,7 +1,7 @@
-"""Compares tensors with what the converter wrote of each: all bytes on request, their ends always.
+"""Compares tensors with what the converter wrote of each: all bytes on request, a sample always.
 
-Ends are two pages of a tensor. They tell tensors of one shape that were exchanged, which nothing else would:
-a model would load and say nonsense. A tensor that is none of those that were written is left alone: whoever
+A sample is half a kilobyte. It tells tensors of one shape that were exchanged, which nothing else would: a
+model would load and say nonsense. A tensor that is none of those that were written is left alone: whoever
 changed it may have meant to.
 """
 
@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from w4pack.convert.errors import Refused, SourceError, W4PackError
-from w4pack.convert.files import ends
+from w4pack.convert.files import samples
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels.artifact import Artifact
@@ -23,7 +23,7 @@ from w4pack.kernels.workers import WeightFile
 MANIFEST = "w4pack.json"
 LIMIT = 512 << 20  # bytes; the manifest of a 70B model with folded orders has a few MB
 BLOCK = 4 << 20  # bytes hashed at a time: stays in the cache
-READERS = 16  # threads that read single pages: they wait for the disk, not for a core
+READERS = 16  # threads that read samples: they wait for the disk, not for a core
 TOGETHER = 64  # tensors that one of them takes at a time
 
 
@@ -47,13 +47,13 @@ def check(artifact: Artifact, names: Iterable[str], threads: int | None = None) 
         raise Refused.together(problems)
 
 
-def check_ends(artifact: Artifact) -> None:
+def check_samples(artifact: Artifact) -> None:
     """Raise SourceError that names every tensor that has the bytes of another one of the same artifact.
 
-    Reads two pages of each tensor. Nothing is compared where the manifest is missing, or of a version of
-    w4pack that wrote no digests of ends.
+    Reads half a kilobyte of each. Nothing is compared where the manifest is missing, or of a version of
+    w4pack that wrote no samples.
     """
-    written = _read(artifact.folder, "ends", in_all=False) or {}
+    written = _read(artifact.folder, "sample", in_all=False) or {}
     infos = [info for name, info in artifact.tensors.items() if name in written]
     infos.sort(key=lambda info: (info.file, info.offset))
     parts = [infos[at : at + TOGETHER] for at in range(0, len(infos), TOGETHER)]
@@ -61,7 +61,7 @@ def check_ends(artifact: Artifact) -> None:
         opened = _opened(artifact, infos, stack)
 
         def differing(part: Sequence[TensorInfo]) -> list[tuple[TensorInfo, str]]:
-            found = [(i, ends.digest(opened[i.file].read, i.offset, i.nbytes)) for i in part]
+            found = [(i, samples.digest(opened[i.file].read, i.offset, i.nbytes)) for i in part]
             return [(info, digest) for info, digest in found if digest != written[info.name]]
 
         pool = stack.enter_context(ThreadPoolExecutor(READERS))

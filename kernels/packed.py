@@ -45,7 +45,7 @@ def spec_of(
         return Refused(
             "no kernel for this group size", code="group-size", where=module, expected=known, found=str(group)
         )
-    sizes = dialect.sizes(quant).get(module) or _sizes(found.get("weight"), bits)
+    sizes = dialect.sizes_of(quant, module) or _sizes(found.get("weight"), bits)
     if sizes is None:
         return tensor_error(
             "a packed layer has no usable weight",

@@ -48,16 +48,15 @@ def claims(config: Mapping[str, Any]) -> Claims:
     )
 
 
-def sizes(config: Mapping[str, Any]) -> dict[str, tuple[int, int, int, int]]:
-    """Return module -> (in_features, out_features, stored_in, stored_out) for the modules that are listed."""
-    modules = reading.table(config, "modules")
-    found = {}
-    for name in modules:
-        values = [reading.integer(reading.table(modules, name), key) for key in SIZE_KEYS]
-        whole = [value for value in values if value is not None and value > 0]
-        if len(whole) == len(SIZE_KEYS):
-            found[name] = (whole[0], whole[1], whole[2], whole[3])
-    return found
+def sizes_of(config: Mapping[str, Any], module: str) -> tuple[int, int, int, int] | None:
+    """Return (in_features, out_features, stored_in, stored_out) of a module; None if it is not listed."""
+    modules = config.get("modules")
+    if not isinstance(modules, Mapping):
+        return None
+    block = reading.table(modules, module)
+    values = [reading.integer(block, key) for key in SIZE_KEYS]
+    whole = [value for value in values if value is not None and value > 0]
+    return (whole[0], whole[1], whole[2], whole[3]) if len(whole) == len(SIZE_KEYS) else None
 
 
 def _claim(block: Mapping[str, Any]) -> ModuleClaim:

@@ -501,8 +501,9 @@ def run_staged(
             if running.resume:
                 running.reporter.event("note", text=_resumed(len(earlier), plan))
             finished = operations(files, log, earlier)
-            ends = {tensor.name: files.ends(tensor) for tensor in plan.tensors}
-        written = manifest.Written(execute.tensor_hashes(finished), execute.reports(plan, finished), ends)
+            samples = {tensor.name: files.sample(tensor) for tensor in plan.tensors}
+        hashes, reports = execute.tensor_hashes(finished), execute.reports(plan, finished)
+        written = manifest.Written(hashes, reports, samples)
         write_rest(staging.out, written)
         staging.publish(overwrite=running.overwrite)
         return written

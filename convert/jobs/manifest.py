@@ -26,12 +26,12 @@ TARGETS_WITH_RECORDS = ("marlin",)
 @dataclass(frozen=True, slots=True)
 class Written:
     """What execution found out, by name: hashes of output tensors, reports of operations by source name, and
-    the digests of the tensors' ends.
+    the digests of the tensors' samples.
     """
 
     hashes: Mapping[str, str]
     reports: Mapping[str, Mapping[str, Any]]
-    ends: Mapping[str, str]
+    samples: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ def build(plan: Plan, source: Source, written: Written, original: Mapping[str, A
 
 
 def tensor_entries(plan: Plan, written: Written) -> Iterator[tuple[str, str]]:
-    """Yield (name, dtype, shape, hash and digest of the ends as JSON text) of every tensor."""
+    """Yield (name, dtype, shape, hash and sample as JSON text) of every tensor."""
     for t in plan.tensors:
         entry = {"dtype": t.dtype, "shape": list(t.shape), "sha256": written.hashes[t.name]}
-        entry["ends"] = written.ends[t.name]
+        entry["sample"] = written.samples[t.name]
         yield t.name, json.dumps(entry)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from w4pack.convert.files import ends
+from w4pack.convert.files import samples
 from w4pack.convert.files.tensorfile import Shard
 from w4pack.convert.jobs.staging import reading_back, step, unread, write_all, writing
 from w4pack.convert.planning.plan import OutTensor, Plan
@@ -97,11 +97,11 @@ class OutFiles:
         with reading_back(self.folder / tensor.shard):
             return digest_range(self._fds[tensor.shard], tensor.offset, tensor.nbytes)
 
-    def ends(self, tensor: OutTensor) -> str:
-        """Return the digest of a tensor's ends as they are in the file. Raises OutputError."""
+    def sample(self, tensor: OutTensor) -> str:
+        """Return the digest of a tensor's sample as it is in the file. Raises OutputError."""
         with reading_back(self.folder / tensor.shard):
             fd = self._fds[tensor.shard]
-            return ends.digest(lambda at, length: os.pread(fd, length, at), tensor.offset, tensor.nbytes)
+            return samples.digest(lambda at, length: os.pread(fd, length, at), tensor.offset, tensor.nbytes)
 
     def read(self, tensor: OutTensor) -> NDArray[np.uint8]:
         """Return a tensor's bytes as they are in the file. Raises OutputError, also for a file cut short."""

@@ -132,7 +132,7 @@ def _without_padding(
     name: str, match: formats.Match, local: Mapping[str, TensorInfo], read: Reading
 ) -> formats.Match:
     """Replace an artifact's stored sizes by the real ones, which its config lists for padded layers."""
-    sizes = w4pack_dialect.sizes(read.quant_config).get(name) if read.quant_config else None
+    sizes = w4pack_dialect.sizes_of(read.quant_config, name) if read.quant_config else None
     if sizes is None:
         return match
     rows, cols = sizes[0], sizes[1]

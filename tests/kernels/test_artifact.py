@@ -12,6 +12,7 @@ import pytest
 from artifacts import quant_block, shapes_of, write_artifact
 
 from checkpoints import lay_out
+from w4pack.convert.dialects import reading
 from w4pack.convert.errors import SourceError, W4PackError
 from w4pack.kernels.artifact import compare_names, open_artifact
 from w4pack.kernels.spec import LinearSpec, fuse
@@ -50,6 +51,25 @@ def test_listed_and_unlisted_modules_become_specs(tmp_path: Path) -> None:
     assert {name: (info.dtype, info.shape) for name, info in found.tensors.items()} == shapes_of(
         {**SPECS, "model.layers.0.o": plain}
     )
+
+
+def test_each_entry_of_the_list_is_looked_at_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of padded experts lists 20,000 of them."""
+    seen: list[int] = []
+    real = reading.table
+    monkeypatch.setattr(
+        reading, "table", lambda config, *keys: seen.append(len(config)) or real(config, *keys)
+    )
+    steps = {}
+    for count in (8, 80):
+        folder = tmp_path / str(count)
+        write_artifact(folder, {f"model.layers.{i}.q": SPECS["model.layers.0.q"] for i in range(count)})
+        seen.clear()
+        open_artifact(folder)
+        steps[count] = len(seen)
+    assert steps[80] <= 10 * steps[8]
 
 
 def test_offsets_are_those_of_the_bytes(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_settings_that_are_there_are_not_asked_for(repository: Path) -> None:
     assert standins.ASKED == []
 
 
-@pytest.mark.parametrize("how", [{}, {"check_hashes": True}], ids=["ends", "hashes"])
+@pytest.mark.parametrize("how", [{}, {"check_hashes": True}], ids=["samples", "hashes"])
 def test_tensors_that_were_exchanged_are_refused_before_they_are_loaded(
     tmp_path: Path, how: dict[str, bool]
 ) -> None:

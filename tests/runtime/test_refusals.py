@@ -183,6 +183,17 @@ def test_hashes_are_compared_on_request(made: dict[str, Path], tmp_path: Path) -
     w4pack.load(made[DENSE], check_hashes=True)
 
 
+def test_tensors_that_were_exchanged_are_named_without_being_asked(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
+    k, v = (f"model.layers.0.self_attn.{leaf}_proj.weight" for leaf in "kv")
+    folder = edited(made[DENSE], tmp_path / "edited", lambda t: t.update({k: t[v].clone(), v: t[k].clone()}))
+    for error in both(folder):
+        assert {(p.code, p.found) for p in error.problems} == {
+            ("tensor-exchanged", f"those of {name}") for name in (k, v)
+        }
+
+
 @pytest.mark.parametrize("dtype", ["float32", torch.float32, "int8", "nonsense"])
 def test_a_dtype_the_kernels_do_not_take_is_refused(dtype: Any, made: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="float16 or bfloat16"):

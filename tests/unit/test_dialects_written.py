@@ -322,7 +322,7 @@ def test_artifact_block() -> None:
         "bits": 4, "group_size": 128, "sym": True, "act_order": False,
         "in_features": 1000, "out_features": 4000, "stored_in": 1024, "stored_out": 4032,
     }  # fmt: skip
-    assert w4pack.sizes(block)["a.2.q"] == (1000, 4000, 1024, 4032)
+    assert w4pack.sizes_of(block, "a.2.q") == (1000, 4000, 1024, 4032)
     assert w4pack.claims(block).refusals == ()
     assert w4pack.claims(block).for_module("a.10.q") == ModuleClaim(4, 128, True, True)
 

@@ -1,4 +1,4 @@
-"""Tensors that were exchanged are found by their ends; what is right in another form is not refused."""
+"""Tensors that were exchanged are found by a sample; what is right in another form is not refused."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import checkpoints  # noqa: E402
 from w4pack.convert import convert  # noqa: E402
 from w4pack.convert.errors import SourceError  # noqa: E402
-from w4pack.convert.files import ends  # noqa: E402
+from w4pack.convert.files import samples  # noqa: E402
 from w4pack.kernels import hashes, transfer  # noqa: E402
 from w4pack.kernels.artifact import open_artifact  # noqa: E402
 from w4pack.kernels.placement import rest  # noqa: E402
@@ -26,8 +26,8 @@ SPECS = {name: LinearSpec(256, 128, group_size=32) for name in ("a", "b", "c")}
 W = {name: f"{name}.weight" for name in SPECS}
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 8191, 8192, 8193, 20000])
-def test_the_digest_is_of_the_first_and_the_last_page(size: int) -> None:
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 513, 514, 20000])
+def test_the_digest_is_of_half_a_kilobyte_in_the_middle(size: int) -> None:
     data = bytes(range(256)) * 100
     read: list[int] = []
 
@@ -36,9 +36,10 @@ def test_the_digest_is_of_the_first_and_the_last_page(size: int) -> None:
         return data[offset : offset + length]
 
     held = data[100 : 100 + size]
-    wanted = held if size <= 8192 else held[:4096] + held[-4096:]
-    assert ends.digest(reader, 100, size) == hashlib.sha256(wanted).hexdigest()[:16]
-    assert sum(read) == min(size, 8192)
+    while len(held) > 512:
+        held = held[:-1] if len(held) % 2 else held[1:]  # an odd byte is left at the end
+    assert samples.digest(reader, 100, size) == hashlib.sha256(held).hexdigest()[:16]
+    assert read == [min(size, 512)]
 
 
 def changed(folder: Path, edit: Callable[[Tensors], Tensors]) -> None:
@@ -81,7 +82,7 @@ def test_exchanged_tensors_are_named(tmp_path: Path, what: str, suffix: str) -> 
     assert problems[0].hint == f"w4pack verify {tmp_path}"
 
 
-def test_only_the_ends_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_artifact(tmp_path, {"a": LinearSpec(4096, 1024, group_size=128)})
     artifact = open_artifact(tmp_path)
     read: list[int] = []
@@ -89,9 +90,9 @@ def test_only_the_ends_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         hashes.WeightFile, "read", lambda file, at, length: read.append(length) or real(file, at, length)
     )
-    hashes.check_ends(artifact)
+    hashes.check_samples(artifact)
     sizes = [info.nbytes for info in artifact.tensors.values()]
-    assert sum(read) == sum(min(size, 8192) for size in sizes) < sum(sizes) // 100
+    assert sum(read) == sum(min(size, 512) for size in sizes) < sum(sizes) // 1000
 
 
 def same_bytes(t: Tensors) -> Tensors:
@@ -100,7 +101,7 @@ def same_bytes(t: Tensors) -> Tensors:
 
 
 def edited(t: Tensors) -> Tensors:
-    """Change a tensor to one that was never written."""
+    """Change a tensor to one that was never written: every bit pattern of it is another."""
     return t | {W["a"]: t[W["a"]] ^ 1}
 
 
@@ -124,13 +125,13 @@ def test_equal_tensors_may_be_exchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", ["none", "older"])
-def test_an_artifact_without_digests_of_ends_is_loaded(tmp_path: Path, manifest: str) -> None:
+def test_an_artifact_without_samples_is_loaded(tmp_path: Path, manifest: str) -> None:
     write_artifact(tmp_path, SPECS)
     changed(tmp_path, lambda t: t | {W["a"]: t[W["b"]].clone(), W["b"]: t[W["a"]].clone()})
     path = tmp_path / "w4pack.json"
     value = json.loads(path.read_text())
     for entry in value["tensors"].values():
-        del entry["ends"]
+        del entry["sample"]
     path.write_text(json.dumps(value))
     if manifest == "none":
         path.unlink()
@@ -149,20 +150,20 @@ def test_a_manifest_that_is_damaged_stops_the_load(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An artifact that convert wrote."""
-    place = tmp_path_factory.mktemp("ends")
+    place = tmp_path_factory.mktemp("samples")
     convert(checkpoints.lay_out("gptqmodel-w4g32-sym-desc-mixtral", place / "source"), place / "out")
     return place / "out"
 
 
-def test_convert_writes_the_ends_of_what_is_in_the_files(made: Path) -> None:
+def test_convert_writes_the_samples_of_what_is_in_the_files(made: Path) -> None:
     entries = json.loads((made / "w4pack.json").read_text())["tensors"]
     artifact = open_artifact(made)
     assert entries.keys() == artifact.tensors.keys()
     for name, info in artifact.tensors.items():
         path, _ = artifact.files[info.file]
         data = path.read_bytes()[info.offset : info.offset + info.nbytes]
-        wanted = hashlib.sha256(data[:4096] + data[4096:][-4096:]).hexdigest()[:16]
-        assert entries[name]["ends"] == wanted, name
+        middle = data[max(0, len(data) // 2 - 256) :][:512]
+        assert entries[name]["sample"] == hashlib.sha256(middle).hexdigest()[:16], name
 
 
 def test_an_artifact_whose_files_were_cut_otherwise_is_loaded(made: Path, tmp_path: Path) -> None:
