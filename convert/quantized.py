@@ -169,8 +169,10 @@ def _team(options: ConvertOptions, running: Running) -> "Iterator[tuple[Team | N
             )
         yield team, replace(running, device=team.device)
         team.meet()
-    finally:
-        team.leave()
+    except BaseException:
+        team.abandon()
+        raise
+    team.leave()
 
 
 def rotate(

@@ -3,7 +3,8 @@
 One process for each GPU (or CPU), started by torchrun. The first one leads: it alone chooses codes and writes
 files, and sends the others the weights that its codes stand for. All make the same collective calls in the
 same order, so what may differ between them (which experts saw a token, whether an earlier run has finished a
-layer) is decided by the leader.
+layer) is decided by the leader. Words and counts go from CPU to CPU, also between cards: such a connection breaks
+when its other end is gone, one of cards does not.
 """
 
 import os
@@ -46,7 +47,7 @@ class Team:
 
     def total(self, count: int) -> int:
         """Return the sum of a number over the processes."""
-        value = torch.tensor([count], dtype=torch.int64, device=self._place())
+        value = torch.tensor([count], dtype=torch.int64)
         dist.all_reduce(value)
         return int(value)
 
@@ -66,7 +67,7 @@ class Team:
     def told(self, value: Any = None) -> Any:
         """Return what the leader says; ``value`` is its own and counts there alone."""
         found = [value]
-        dist.broadcast_object_list(found, src=0, device=self._place())
+        dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
         return found[0]
 
     def share(self, values: torch.Tensor) -> None:
@@ -81,8 +82,12 @@ class Team:
         """Say goodbye: nothing can be sent any more."""
         dist.destroy_process_group()
 
-    def _place(self) -> torch.device:
-        return torch.device(self.device)
+    def abandon(self) -> None:
+        """Leave where others still wait for a call of this process: cards would wait for one another for ever."""
+        if self.device == "cpu":
+            self.leave()
+        else:
+            dist.group.WORLD.abort()  # type: ignore[attr-defined]
 
 
 def team_of(device: str) -> Team | None:
@@ -105,8 +110,7 @@ def team_of(device: str) -> Team | None:
     if device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         _take_card(device)
-    card = None if device == "cpu" else torch.device(device)
-    dist.init_process_group("nccl" if card else "gloo", timeout=WAIT, device_id=card)
+    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout=WAIT)
     return Team(rank, size, device)
 
 
