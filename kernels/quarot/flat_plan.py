@@ -12,9 +12,9 @@ import numpy as np
 from w4pack.convert.rotate import constructions
 from w4pack.kernels.quarot.file import File
 from w4pack.kernels.quarot.transform import Transform
+from w4pack.kernels.tiles import DTYPES
 
 ARCH = "sm_90a"
-DTYPES = ("fp16", "bf16")
 HEAD_BYTES, BLOCK = 1024, 64  # of shared memory in front of the rows; columns of a block of 128-byte lines
 TWELVE = (12, "paley1")
 MANY = 512  # rows of x

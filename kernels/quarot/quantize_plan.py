@@ -19,8 +19,8 @@ from w4pack.convert.rotate import constructions
 from w4pack.kernels.quarot import flat_plan, row_plan
 from w4pack.kernels.quarot.file import File
 from w4pack.kernels.quarot.transform import Transform
+from w4pack.kernels.tiles import DTYPES
 
-DTYPES = ("fp16", "bf16")
 RESERVED = 1024  # bytes of shared memory that a block costs beside its own
 ANY_THREADS, ANY_FIXED = (
     512,

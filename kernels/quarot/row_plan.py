@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from w4pack.kernels.quarot.file import File
+from w4pack.kernels.tiles import DTYPES
 
-DTYPES = ("fp16", "bf16")
 WARP_VALUES = 512  # of a warp whose threads hold one pair of octets each
 MOST_BLOCKS = 32  # that a multiprocessor holds, however small they are
 

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.convert.rotate.constructions import matrix  # noqa: E402
-from w4pack.kernels import build  # noqa: E402
+from w4pack.kernels import build, tiles  # noqa: E402
 from w4pack.kernels.quarot import orders_int, quantize_plan, quantize_reference, row_plan  # noqa: E402
 from w4pack.kernels.quarot import quantize_ops as ops  # noqa: E402
 from w4pack.kernels.quarot.transform import NONE, Transform, apply  # noqa: E402
@@ -227,7 +227,7 @@ def test_the_general_kernel_keeps_one_row_where_all_is_in_place() -> None:
 
 def test_what_a_launch_names_is_built() -> None:
     entries = {job.entry for job in build.jobs("sm_90a")}
-    for dtype in quantize_plan.DTYPES:
+    for dtype in tiles.DTYPES:
         assert quantize_plan.any_entry(dtype) in entries
         named = [row.entry(dtype) for row in (*quantize_plan.WIDTHS, *quantize_plan.HEADS)]
         named += [row.entry(dtype) for row in (*row_plan.ROWS, *row_plan.ACTS)]

@@ -60,7 +60,7 @@ def test_a_launch_takes_the_cluster_for_whole_rows_alone() -> None:
 def test_its_kernels_are_built_where_clusters_are() -> None:
     for arch in (*tiles.ARCHES, tiles.PTX_ARCH):
         built = {job.entry for job in build.jobs(arch)}
-        for dtype in quantize_plan.DTYPES:
+        for dtype in tiles.DTYPES:
             for log_slice in quantize_plan.CLUSTER_SLICES:
                 entry = quantize_plan.cluster_entry(dtype, log_slice)
                 assert (entry in built) == (quantize_plan.cluster_rows(arch, 132) > 0)

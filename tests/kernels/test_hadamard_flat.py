@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from w4pack.convert.rotate.constructions import matrix  # noqa: E402
 from w4pack.kernels import build, tiles  # noqa: E402
+from w4pack.kernels import tiles  # noqa: E402
 from w4pack.kernels.quarot import calls, flat_plan, orders_int, quantize_launch, quantize_plan  # noqa: E402
 from w4pack.kernels.quarot.transform import NONE, Transform, apply  # noqa: E402
 
@@ -65,7 +66,7 @@ def _has_dense(size: int) -> bool:
 
 
 def test_forms_are_built_for_sm_90a_alone() -> None:
-    names = {row.entry(dtype) for row in flat_plan.FLATS for dtype in flat_plan.DTYPES}
+    names = {row.entry(dtype) for row in flat_plan.FLATS for dtype in tiles.DTYPES}
     assert len(names) == 2 * len(flat_plan.FLATS)
     for arch in (*tiles.ARCHES, tiles.PTX_ARCH):
         built = {job.entry: job for job in build.jobs(arch) if job.source == "hadamard_flat.cu"}

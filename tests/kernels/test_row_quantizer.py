@@ -40,7 +40,7 @@ def test_widths_of_models_have_the_forms_that_were_measured() -> None:
 def test_the_forms_are_built_for_every_architecture() -> None:
     for arch in (*tiles.ARCHES, tiles.PTX_ARCH):
         built = {job.entry: job for job in build.jobs(arch)}
-        for dtype in row_plan.DTYPES:
+        for dtype in tiles.DTYPES:
             for row in (*row_plan.ROWS, *row_plan.ACTS):
                 assert built[row.entry(dtype)].hot
         assert {built[row.entry("fp16")].source for row in row_plan.ACTS} == {"quantize_acts.cu"}
