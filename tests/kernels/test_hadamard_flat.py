@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 
 from w4pack.convert.rotate.constructions import matrix  # noqa: E402
 from w4pack.kernels import build, tiles  # noqa: E402
-from w4pack.kernels import tiles  # noqa: E402
 from w4pack.kernels.quarot import calls, flat_plan, orders_int, quantize_launch, quantize_plan  # noqa: E402
 from w4pack.kernels.quarot.transform import NONE, Transform, apply  # noqa: E402
 
