@@ -115,8 +115,8 @@ RULES = (
         whole=checks.heads,
     ),
     Rule(
-        "vllm.plugin-n-tile", "refuses", "N per rank", "a tile is 64 columns", "lower TP, or --pad-for-tp",
-        test=_n_tile, run=True,
+        "vllm.plugin-n-tile", "refuses", "N per rank", "a tile is 64 columns",
+        "lower TP, or --pad-for-tp; of experts: --enable-expert-parallel", test=_n_tile, run=True,
     ),
     Rule(
         "vllm.plugin-head-tile", "refuses", "vocabulary per rank", "a packed head is cut along its tiles",
@@ -124,12 +124,13 @@ RULES = (
     ),
     Rule(
         "vllm.plugin-k-tile", "refuses", "K per rank, group size", "ranks hold whole tiles of 64 rows and "
-        "whole groups", "lower TP, or --pad-for-tp", test=w4pack.k_tile, run=True,
+        "whole groups", "lower TP, or --pad-for-tp; of experts: --enable-expert-parallel", test=w4pack.k_tile,
+        run=True,
     ),
     Rule(
         "vllm.plugin-k-order", "refuses", "act_perm of row-parallel modules",
-        "a rank would need inputs of the others", "--fold-act-order for down_proj, --regroup",
-        test=w4pack.k_order, run=True,
+        "a rank would need inputs of the others", "--fold-act-order for down_proj, --regroup; of experts: "
+        "--enable-expert-parallel", test=w4pack.k_order, run=True,
     ),
     Rule(
         "vllm.plugin-expert-names", "refuses", "names of experts", "the class maps other names",

@@ -17,6 +17,8 @@ from w4pack.kernels.packed import compare, packed_modules, spec_of
 from w4pack.kernels.spec import LinearSpec
 
 ENGINE = "vllm"
+CUTS = ("vllm.plugin-n-tile", "vllm.plugin-k-tile", "vllm.plugin-k-order")  # rules about a rank's share
+WHOLE = "vllm serve OUT --enable-expert-parallel leaves each expert whole, on one of the ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class Source:
             facts = replace(facts, layers=whole)
         result = evaluate(facts, ENGINE, ranks)
         folder = "ARTIFACT" if self.artifact is None else self.artifact.folder
+        check = f"w4pack check {folder} --engine vllm --tp {ranks}"
         problems: list[W4PackError] = [
             Refused(
                 f"vLLM with w4pack does not run this artifact on {ranks} rank{'s' if ranks > 1 else ''}",
@@ -94,7 +97,7 @@ class Source:
                 where=blocker.layer,
                 expected=blocker.expected,
                 found=blocker.found,
-                hint=f"w4pack check {folder} --engine vllm --tp {ranks}",
+                hint=WHOLE if blocker.rule in CUTS and ".experts." in blocker.layer else check,
             )
             for blocker in result.blockers
             if blocker.verdict == "refuses"

@@ -197,13 +197,13 @@ def settled(o: Outcome, yardstick: dict[str, Any]) -> Outcome:
     return replace(o, saw=verdict(o.difference or 0.0, noise), noise=noise, detail="noise: of the engine")
 
 
-def asked_of_server(engine: str, folder: Path) -> list[Answer]:
+def asked_of_server(engine: str, folder: Path, *options: str) -> list[Answer]:
     """Start the engine's server on an artifact; returns what was asked of it, up to what it failed at."""
     python = ROOT / PYTHON[engine] / "bin" / "python"
     (WORK / "logs").mkdir(parents=True, exist_ok=True)
-    with (WORK / "logs" / f"server.{engine}.log").open("w") as log:
+    with (WORK / "logs" / f"server.{engine}{''.join(options)}.log").open("w") as log:
         done = subprocess.run(
-            [python, Path(__file__).with_name("serve.py"), folder],
+            [python, Path(__file__).with_name("serve.py"), *options, folder],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -265,6 +265,8 @@ def main() -> int:
         served = artifact(Shelf(WORK / "served"), PLAIN)
         assert served is not None
         servers = {e: asked_of_server(e, served) for e in ("plugin", "older") if args.engine in (None, e)}
+        if "plugin" in servers:
+            servers["plugin"] += asked_of_server("plugin", served, "--hub")
     if not args.no_page:
         today = datetime.now(timezone.utc).date().isoformat()
         write_page(ROOT / "docs" / "engines.md", outcomes, servers, versions(), today)

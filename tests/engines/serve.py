@@ -1,6 +1,8 @@
 """The OpenAI server of vLLM on an artifact that vLLM refuses in its source form: completions, and a stream.
 
-    .venv-vllm-plugin/bin/python tests/engines/serve.py ARTIFACT
+    .venv-vllm-plugin/bin/python tests/engines/serve.py [--hub] ARTIFACT
+
+``--hub``: the engine is given the name of a repository, which a Hub on loopback has, and an empty cache.
 
 Prints a list in JSON for each check (ok or failed, claim, what was seen) and exits 1 at the first that fails.
 The server is a process of its own, started as a user starts it; what it answers is compared with what the
@@ -14,10 +16,14 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 LIMIT_S = 900  # on a busy machine; a free one needs half a minute
@@ -29,6 +35,28 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+
+REPOSITORY = "ORG/ARTIFACT"
+HUB = Path(__file__).resolve().parents[1] / "hub" / "server.py"
+
+
+def hub_module() -> ModuleType:
+    """Return the Hub of tests/hub, under a name that is not this folder's ``server``."""
+    spec = spec_from_file_location("loopback_hub", HUB)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def on_a_hub(folder: Path) -> Iterator[tuple[Any, dict[str, str]]]:
+    """Yield a Hub that has the artifact, and the environment of a process that asks it."""
+    with hub_module().running() as hub, tempfile.TemporaryDirectory() as home:
+        hub.add(REPOSITORY, {path.name: path.read_bytes() for path in folder.iterdir()})
+        names = {"HF_ENDPOINT": hub.url, "HF_HOME": home, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        yield hub, names
 
 
 def free_port() -> int:
@@ -98,24 +126,38 @@ def stop(server: subprocess.Popen[bytes]) -> None:
         server.kill()
 
 
-def main() -> int:
+def serve(model: str, env: dict[str, str]) -> None:
     """Start, ask, stop."""
-    folder = Path(sys.argv[1]).resolve()
     port = free_port()
     # `vllm serve` of vllm-cpu stops: it asks for the version of a package `vllm`. It would start this.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    options = ["--served-model-name", "artifact", "--port", str(port), "--max-model-len", "64", *sys.argv[2:]]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    options = ["--served-model-name", "artifact", "--port", str(port), "--max-model-len", "64"]
     # From its own folder: an old `*.egg-info` of a checkout one stands in would hide the installed plugin.
     place = Path(__file__).parent
-    how = {"env": {**os.environ, **SETTINGS}, "cwd": place, "stdout": sys.stderr}
+    how = {"env": {**os.environ, **SETTINGS, **env}, "cwd": place, "stdout": sys.stderr}
     with subprocess.Popen([*command, *options], **how) as server:
         try:
             url = f"http://127.0.0.1:{port}"
             wait(url, server)
-            check("the server is ready", True, "/health answers")
+            check(
+                f"the server is ready, with {'a repository' if env else 'a folder'}", True, "/health answers"
+            )
             questions(url, "artifact")
         finally:
             stop(server)
+
+
+def main() -> int:
+    """Serve a folder, or a repository."""
+    *options, folder = sys.argv[1:]
+    artifact = Path(folder).resolve()
+    if "--hub" not in options:
+        serve(str(artifact), {})
+        return 0
+    with on_a_hub(artifact) as (hub, env):
+        serve(REPOSITORY, env)
+        sent = sum(call.method == "GET" and "model.safetensors" in call.path for call in hub.calls)
+        check("the weights came from the Hub", sent > 0, f"{len(hub.calls)} requests")
     return 0
 
 

@@ -200,6 +200,7 @@ def test_experts_that_ranks_hold_whole_are_not_cut(tmp_path: Path, _engine: None
         found.refuse(2)
     rules = {problem.code for problem in caught.value.problems}
     assert rules == {"vllm.plugin-k-order", "vllm.plugin-k-tile", "vllm.plugin-n-tile"}
+    assert all("--enable-expert-parallel" in str(problem.hint) for problem in caught.value.problems)
 
 
 # ---- releases ----------------------------------------------------------------------------------------
