@@ -234,6 +234,13 @@ def versions() -> dict[str, str]:
     return out
 
 
+def commit() -> str:
+    """Return the commit of the checkout, and whether its files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
 def report(outcomes: Iterable[Outcome]) -> int:
     """Print what was not as expected; return how many."""
     odd = [o for o in outcomes if not o.as_expected]
@@ -269,7 +276,7 @@ def main() -> int:
             servers["plugin"] += asked_of_server("plugin", served, "--hub")
     if not args.no_page:
         today = datetime.now(timezone.utc).date().isoformat()
-        write_page(ROOT / "docs" / "engines.md", outcomes, servers, versions(), today)
+        write_page(ROOT / "docs" / "engines.md", outcomes, servers, versions(), today, commit())
     odd = report(outcomes) + sum(not holds for answers in servers.values() for holds, *_ in answers)
     print(f"{len(outcomes)} cases and {len(servers)} servers, {odd} not as expected")
     return 1 if odd else 0

@@ -15,7 +15,8 @@ Answer = tuple[bool, str, str]  # of a server: whether a claim holds, the claim,
 
 HEAD = """# In the real engines
 
-Written by `make test-engines` and `make test-vllm`, last on {date}; do not edit. Each row was run on a CPU.
+Written by `make test-engines` and `make test-vllm`, last on {date} at commit {commit}; do not edit. Each row was
+run on a CPU.
 
 - vLLM: {vllm}
 - vLLM with w4pack: {plugin}
@@ -69,6 +70,7 @@ def write_page(
     servers: Mapping[str, Sequence[Answer]],
     versions: Mapping[str, str],
     date: str,
+    commit: str,
 ) -> None:
     """Write the page: what was run, and the tables of what was not."""
     parts = {
@@ -83,7 +85,7 @@ def write_page(
     tables = "".join(sorted((kept(path) | made).values(), key=order))
     rows = [line for line in tables.splitlines() if line.startswith("| ") and not line.startswith("| case")]
     odd = sum("**" in line for line in rows)
-    head = HEAD.format(date=date, count=len(rows), odd=odd, **versions)
+    head = HEAD.format(date=date, commit=commit, count=len(rows), odd=odd, **versions)
     path.write_text(head + tables, encoding="utf-8")
 
 
