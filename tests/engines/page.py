@@ -15,8 +15,8 @@ Answer = tuple[bool, str, str]  # of a server: whether a claim holds, the claim,
 
 HEAD = """# In the real engines
 
-Written by `make test-engines` and `make test-vllm`, last on {date} at commit {commit}; do not edit. Each row was
-run on a CPU.
+Written by `make test-engines` and `make test-vllm`, last on {date} at commit {commit}; do not edit.
+Each row was run on a CPU.
 
 - vLLM: {vllm}
 - vLLM with w4pack: {plugin}
