@@ -125,7 +125,13 @@ def unquantized(row: Row, given: argparse.Namespace, seed: int) -> dict[tuple[in
         for bits in row.measured:
             packed = linears_of(prepared.model.infos)
             between = runtime_of(
-                config, prepared.model.infos, prepared.model.online, packed, act_bits=bits[0], kv_bits=bits[1]
+                config,
+                prepared.model.infos,
+                prepared.model.online,
+                packed,
+                act_bits=bits[0],
+                kv_bits=bits[1],
+                read=prepared.provider.get,
             )
             stream = evaluation.through(
                 config,

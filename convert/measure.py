@@ -229,7 +229,9 @@ def _runtime(source: Source, act_bits: int | None, kv_bits: int | None) -> "Runt
     numbers = Numbers(source, online=True)
     infos = {name: numbers.info(name) for name in numbers.names()}
     packed = [layer.name for layer in source.layers]
-    return runtime_of(source.config, infos, records, packed, act_bits=act_bits, kv_bits=kv_bits)
+    return runtime_of(
+        source.config, infos, records, packed, act_bits=act_bits, kv_bits=kv_bits, read=numbers.get
+    )
 
 
 def _through(source: Source, cut: "torch.Tensor", device: "torch.device", between: "Runtime") -> "Stream":

@@ -4,7 +4,7 @@
     act_quant  site attn_in | attn_out | mlp_in | mlp_mid; bits of the calibration; clip {"4": c, "8": c};
                symmetric true
     kv_quant   bits {"k": b, "v": b} of the calibration; clip {"k": {"4": c, "8": c}, "v": {...}};
-               group: the head size
+               group: the head size; guide true, if each layer has a tensor ``k_guide``, else left out
 
 One record for each site; ``mlp_mid`` transforms may be several, of different orders, one for each width of an
 MLP. The bits under which a clip stands are those that may be chosen at run time, and 16 always: transforms
@@ -25,7 +25,7 @@ CLIP_KEYS = tuple(map(str, RUN_CODES))
 KEYS = {
     "hadamard": ("kind", "site", "order", "factors", "block", "signs"),
     "act_quant": ("kind", "site", "bits", "clip", "symmetric"),
-    "kv_quant": ("kind", "bits", "clip", "group"),
+    "kv_quant": ("kind", "bits", "clip", "group", "guide"),
 }
 Factors = tuple[tuple[int, str], ...]
 Clips = Mapping[int, float]
@@ -64,12 +64,14 @@ class KVQuant:
     bits  (keys, values) the calibration ran with
     clip  bits -> clip ratio, of keys and of values
     group values that share a scale: the head size
+    guide whether each layer has a guide of its keys (``quantize.activations``)
     """
 
     bits: tuple[int, int]
     clip_k: Clips
     clip_v: Clips
     group: int
+    guide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +274,9 @@ class _Reader:
         clips = (self.clips("clip.k", raw_clips[0]), self.clips("clip.v", raw_clips[1]))
         for side, own, clip in zip("kv", bits, clips, strict=True):
             self.has_ratio(f"clip.{side}", own, clip)
-        return KVQuant(bits, *clips, self.number("group"))
+        if self.raw.get("guide", True) is not True:
+            self.wrong(".guide", "true, or nothing", self.raw["guide"])
+        return KVQuant(bits, *clips, self.number("group"), "guide" in self.raw)
 
     # values; each returns something of the right type, and notes a problem if it had to invent it
 

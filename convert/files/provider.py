@@ -4,9 +4,10 @@ A provider hands out one tensor at a time and keeps none, so memory is that of w
 plain provider reads a checkpoint; others stand before it and change tensors on the way (``rotate.Rotated``).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from w4pack.convert.core.families import natural_key
 from w4pack.convert.errors import Refused
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.tensorfile import TensorInfo
@@ -119,6 +120,32 @@ class CheckpointProvider:
         if nbytes:
             self.checkpoint.read_into(info, offset, memoryview(made.numpy().data))
         return made
+
+
+class Added:
+    """A provider of a source's tensors and of some more. See ``Provider``.
+
+    tensors  by name; the caller's, not changed
+    """
+
+    def __init__(
+        self, source: Provider, infos: Mapping[str, TensorInfo], tensors: "Mapping[str, torch.Tensor]"
+    ) -> None:
+        self.source, self.infos, self.tensors = source, infos, tensors
+
+    def names(self) -> Iterable[str]:
+        """See ``Provider``."""
+        return sorted({*self.source.names(), *self.infos}, key=natural_key)
+
+    def info(self, name: str) -> TensorInfo:
+        """See ``Provider``. Of an added tensor: no file, no offset."""
+        return self.infos[name] if name in self.infos else self.source.info(name)
+
+    def get(self, name: str, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
+        """See ``Provider``."""
+        if name not in self.infos:
+            return self.source.get(name, dtype)
+        return self.tensors[name].to(dtype, copy=True)
 
 
 def is_finite(values: "torch.Tensor") -> bool:

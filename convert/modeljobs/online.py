@@ -2,12 +2,14 @@
 
 In front of a linear stands the transform of its site, then the quantizer of activations; between a layer's
 keys and values and its attention stands the cache. Keys are transformed, quantized and turned back: queries
-need no transform then, and scores are the same. Everything is done in float32.
+need no transform then, and scores are the same. The offset of a guide stays off, as it does in the kernels:
+the softmax does not see it. Everything is done in float32.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +20,11 @@ from w4pack.convert.dialects.online import Hadamard, KVQuant, Online, parse
 from w4pack.convert.errors import Refused
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.online import model_of
-from w4pack.convert.quantize.activations import fake_cache, fake_tokens
+from w4pack.convert.quantize.activations import fake_cache, fake_keys, fake_tokens
 from w4pack.convert.quantize.skeleton import CACHE_NAMES, Skeleton
 from w4pack.convert.rotate.rotation import Rotation
 from w4pack.convert.rotate.transform import rotate
-from w4pack.convert.source.online import misfits, place, plain, sites_of
+from w4pack.convert.source.online import guide_of, misfits, place, plain, sites_of
 
 TRANSFORM_OF = {
     "attn_in": "residual_read",
@@ -44,6 +46,7 @@ class Cache:
     bits: int
     quant: KVQuant
     transform: Rotation | None
+    guide: torch.Tensor | None = None
     _square: torch.Tensor | None = None
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -57,12 +60,16 @@ class Cache:
 
     def _turned(self, keys: torch.Tensor, clip: float) -> torch.Tensor:
         if self.bits == WIDE or self.transform is None:
-            return fake_cache(keys, self.bits, clip)
+            return self._fake(keys, clip)
         if self._square is None or self._square.device != keys.device:
             eye = torch.eye(self.transform.n, dtype=torch.float32, device=keys.device)
             self._square = rotate(eye, self.transform)
-        turned = fake_cache(rotate(keys.float(), self.transform), self.bits, clip)
+        turned = self._fake(rotate(keys.float(), self.transform), clip)
         return (turned @ self._square.T).to(keys.dtype)
+
+    def _fake(self, turned: torch.Tensor, clip: float) -> torch.Tensor:
+        guide = None if self.guide is None else self.guide.to(turned.device)
+        return fake_keys(turned.transpose(1, 2), self.bits, clip, guide).transpose(1, 2)
 
 
 def runtime_of(
@@ -73,11 +80,13 @@ def runtime_of(
     *,
     act_bits: int | None = None,
     kv_bits: int | None = None,
+    read: Callable[[str], torch.Tensor] | None = None,
 ) -> "Runtime":
     """Return what runs between the linears of a model, at the bits asked for or those of the calibration.
 
     records  the value of ``online``
     packed   names of the quantized linears
+    read     gives a tensor of the model by its name: a record may speak of guides
 
     Raises Refused for records that are not known here or do not fit, or an architecture that has no runtime;
     UsageError for bits that the records do not have.
@@ -87,8 +96,19 @@ def runtime_of(
     problems = tuple(misfits(online, place(config, infos, plain(infos.values()))))
     if problems:
         raise Refused.together(problems)
+    guides: dict[int, torch.Tensor] = {}
+    if online.kv is not None and online.kv.guide and settings.kv_bits != WIDE:
+        if read is None:
+            raise ValueError("guides of keys, and nothing to read them with")
+        guides = {layer.index: read(guide_of(layer)) for layer in model.layers}
     return Runtime(
-        online, sites_of(model.layers), model.heads, frozenset(packed), settings.act_bits, settings.kv_bits
+        online,
+        sites_of(model.layers),
+        model.heads,
+        frozenset(packed),
+        settings.act_bits,
+        settings.kv_bits,
+        guides,
     )
 
 
@@ -109,6 +129,7 @@ class Runtime:
     heads    query heads, for the transform across them
     packed   names of the linears that are quantized: the inputs of others are transformed alone
     act_bits, kv_bits  16: not quantized
+    guides   of the keys, by layer
     """
 
     online: Online
@@ -117,6 +138,7 @@ class Runtime:
     packed: frozenset[str]
     act_bits: int
     kv_bits: int
+    guides: Mapping[int, torch.Tensor] = field(default_factory=dict)
     _rotations: dict[tuple[str, int | None], Rotation | None] = field(default_factory=dict, init=False)
 
     @contextmanager
@@ -133,7 +155,7 @@ class Runtime:
                 memo = memos.setdefault((site, own), _Memo())
                 handles.append(module.register_forward_pre_hook(self._hook(site, own, memo)))
         if quantized and self.kv_bits != WIDE:
-            handles.append(layer.register_forward_pre_hook(self._cached, with_kwargs=True))
+            handles.append(layer.register_forward_pre_hook(partial(self._cached, index), with_kwargs=True))
         try:
             yield
         finally:
@@ -175,15 +197,20 @@ class Runtime:
             self._rotations[key] = None if record is None else rotation_of(record)
         return self._rotations[key]
 
-    def cache(self) -> Cache:
-        """Return the stand-in for a cache. Only where ``kv_bits`` is not 16."""
+    @property
+    def turn_of_keys(self) -> Rotation | None:
+        """The transform of keys and queries, if there is one."""
+        record = self.online.transform("qk")
+        return None if record is None else rotation_of(record)
+
+    def cache(self, index: int) -> Cache:
+        """Return the stand-in for a layer's cache. Only where ``kv_bits`` is not 16."""
         if self.online.kv is None:
             raise ValueError("no record of a quantized cache")
-        record = self.online.transform("qk")
-        return Cache(self.kv_bits, self.online.kv, None if record is None else rotation_of(record))
+        return Cache(self.kv_bits, self.online.kv, self.turn_of_keys, self.guides.get(index))
 
     def _cached(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         name = next((n for n in CACHE_NAMES if n in kwargs), None)
         if name is None:
@@ -195,7 +222,7 @@ class Runtime:
                 found=", ".join(sorted(kwargs)),
                 hint="`--kv-bits 16` leaves it as it is",
             )
-        return args, {**kwargs, name: self.cache()}
+        return args, {**kwargs, name: self.cache(index)}
 
 
 # Nothing runs but the products.

@@ -1,6 +1,6 @@
 """What is quantized: a 16-bit source, rotated or not, its calibration tokens, the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from w4pack.convert.core.facts import Warning_
+from w4pack.convert.core.families import natural_key
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.dialects.online import ACT_SITES
 from w4pack.convert.errors import SourceError, UsageError
-from w4pack.convert.files.provider import CheckpointProvider, Provider
+from w4pack.convert.files.provider import Added, CheckpointProvider, Provider
 from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.jobs.conversion import Running, check_device, folder_of
 from w4pack.convert.modeljobs.clipping import find_clips
@@ -19,7 +20,7 @@ from w4pack.convert.modeljobs.complete import refuse_incomplete
 from w4pack.convert.modeljobs.mixed import Chosen, choose
 from w4pack.convert.modeljobs.online import runtime_of
 from w4pack.convert.modeljobs.overlap import overlaps
-from w4pack.convert.planning.online import CLIPS_LATER, model_of, records, runs_online
+from w4pack.convert.planning.online import CLIPS_LATER, guides, model_of, records, runs_online
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantizing import ModelTensors, default_schemes, fixed_schemes, linears_of
 from w4pack.convert.planning.targets import TARGETS
@@ -112,8 +113,8 @@ def prepare(
     calibration = None if asked.method == "rtn" else _calibration(source, options, found.model, texts)
     model, later = found.model, calibration is not None and runs_online(options) and not measuring
     if runs_online(options):
-        measured = None if later else calibration
-        model = replace(model, online=_online(model, options, provider, found.rotation, measured, device))
+        running_model = _Online(model, options, found.rotation, provider, device)
+        model, provider = running_model.planned(calibration, measuring=measuring)
     return Prepared(
         source,
         provider,
@@ -169,23 +170,39 @@ def _chosen(
     return choose(free, provider, TARGETS[options.to], bpw, device, fixed)
 
 
-def _online(
-    model: ModelTensors,
-    options: ConvertOptions,
-    provider: Provider,
-    rotation: RotationPlan | None,
-    calibration: Calibration | None,
-    device: torch.device,
-) -> Sequence[Mapping[str, Any]]:
-    """Return the ``online`` records; with calibration text their clip ratios are measured."""
-    config = {**model.config, **model.config_changes}
-    transforms = [] if rotation is None else list(rotation.online)
-    runtime = runtime_of(config, model.infos, transforms, linears_of(model.infos))
-    clips = Clips(dict.fromkeys(ACT_SITES, ACT_DEFAULTS), KV_DEFAULTS, KV_DEFAULTS)
-    if calibration is not None:
-        clips = find_clips(config, provider, runtime, calibration.windows, device)
-    accounted = model_of(config, model.infos)
-    return records(options, accounted, rotation, clips.acts, clips.keys, clips.values)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Online:
+    """A model whose runtime does more than multiply, on its way to ``online`` records."""
+
+    model: ModelTensors
+    options: ConvertOptions
+    rotation: RotationPlan | None
+    provider: Provider
+    device: torch.device
+
+    def planned(self, calibration: Calibration | None, *, measuring: bool) -> tuple[ModelTensors, Provider]:
+        """Return the model with its records, and who gives its tensors.
+
+        With calibration text each layer has a guide of its keys, too; they and the ratios are measured if
+        asked for.
+        """
+        model, provider = self.model, self.provider
+        config = {**model.config, **model.config_changes}
+        accounted = model_of(config, model.infos)
+        clips = Clips(dict.fromkeys(ACT_SITES, ACT_DEFAULTS), KV_DEFAULTS, KV_DEFAULTS)
+        added = {} if calibration is None else guides(accounted)
+        if calibration is not None and measuring:
+            transforms = [] if self.rotation is None else list(self.rotation.online)
+            runtime = runtime_of(config, model.infos, transforms, linears_of(model.infos))
+            _, *heads = next(iter(added.values())).shape
+            clips, found = find_clips(config, provider, runtime, calibration.windows, self.device, heads)
+            provider = Added(provider, added, dict(zip(added, found, strict=True)))
+        online = records(
+            self.options, accounted, self.rotation, clips.acts, clips.keys, clips.values, guided=bool(added)
+        )
+        infos = {**model.infos, **added}
+        infos = {name: infos[name] for name in sorted(infos, key=natural_key)}
+        return replace(model, online=online, infos=infos), provider
 
 
 def device_of(name: str) -> torch.device:

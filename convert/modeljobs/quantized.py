@@ -5,7 +5,7 @@ again, with the weights that their codes in the staging folder stand for, which 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from w4pack.convert.jobs.work import Packer, pack_words
 from w4pack.convert.modeljobs.gate import check_rotation
 from w4pack.convert.modeljobs.judging import judge
 from w4pack.convert.modeljobs.mixed import told
-from w4pack.convert.modeljobs.online import runtime_of
+from w4pack.convert.modeljobs.online import Runtime, runtime_of
 from w4pack.convert.modeljobs.overlap import Behind, overlaps
 from w4pack.convert.modeljobs.peaks import peak_text
 from w4pack.convert.modeljobs.prepared import Prepared
@@ -113,10 +113,14 @@ def model_run(prepared: Prepared, plan: Plan, team: Team | None = None) -> Model
         prepared.windows,
         settings_of(prepared.options),
         prepared.device,
-        runtime_of(config, prepared.model.infos, records, layers) if records else None,
+        _runtime(config, prepared, records, layers) if records else None,
         team,
         prepared.ahead,
     )
+
+
+def _runtime(config: Mapping[str, Any], prepared: Prepared, records: Any, layers: Iterable[str]) -> Runtime:
+    return runtime_of(config, prepared.model.infos, records, layers, read=prepared.provider.get)
 
 
 def quantize_model(

@@ -10,13 +10,13 @@ from typing import Any
 from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.dialects.online import ACT_SITES
 from w4pack.convert.errors import Refused
-from w4pack.convert.files.tensorfile import TensorInfo
+from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.rotate.accounting import Model, account
 from w4pack.convert.rotate.architecture import find
 from w4pack.convert.rotate.folding import head_size
 from w4pack.convert.rotate.plan import RotationPlan
-from w4pack.convert.source.online import refuse_architecture
+from w4pack.convert.source.online import guide_of, refuse_architecture
 
 Table = Mapping[int, float]  # bits -> clip ratio
 ONLINE_TARGET = "marlin"
@@ -65,10 +65,13 @@ def records(
     acts: Mapping[str, Table],
     keys: Table,
     values: Table,
+    *,
+    guided: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the ``online`` records of an artifact.
 
-    acts  site -> clip ratios; ``keys`` and ``values``: those of the cache
+    acts    site -> clip ratios; ``keys`` and ``values``: those of the cache
+    guided  each layer has a guide of its keys
 
     Raises Refused for layers whose heads differ in size.
     """
@@ -93,9 +96,20 @@ def records(
             "bits": {"k": asked.kv_bits, "v": asked.kv_bits},
             "clip": {"k": _plain(keys), "v": _plain(values)},
             "group": _head(model),
+            **({"guide": True} if guided else {}),
         }
     )
     return made
+
+
+def guides(model: Model) -> dict[str, TensorInfo]:
+    """Return the header of each layer's guide of keys, by name.
+
+    Raises Refused for layers whose heads differ in size.
+    """
+    shape = (2, model.kv_heads, _head(model))
+    names = [guide_of(layer) for layer in model.layers]
+    return {name: TensorInfo(name, "F32", shape, "", 0, tensor_nbytes("F32", shape)) for name in names}
 
 
 def _plain(table: Table) -> dict[str, float]:

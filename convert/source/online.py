@@ -37,12 +37,17 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A model by the description of its class: its decoder layers, by names of the file."""
+    """A model by the description of its class: its decoder layers, by names of the file.
+
+    guides  name of each layer's guide of keys -> its shape; None where there is none
+    """
 
     architecture: Architecture
     layers: tuple[Layer, ...]
     linears: Mapping[str, Linear]
     heads: int
+    kv_heads: int
+    guides: Mapping[str, tuple[int, ...] | None]
 
     @property
     def sites(self) -> dict[str, str]:
@@ -87,10 +92,22 @@ def refuse_architecture(architecture: Architecture) -> None:
         )
 
 
-def place(config: Mapping[str, Any], tensors: Iterable[str], linears: Mapping[str, Linear]) -> Place:
+GUIDE = "k_guide"
+
+
+def guide_of(layer: Layer) -> str:
+    """Return the name of the guide of a layer's keys: a tensor of its attention."""
+    return f"{layer.attention.writers[0].rpartition('.')[0]}.{GUIDE}"
+
+
+def place(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo | DenseFacts | None],
+    linears: Mapping[str, Linear],
+) -> Place:
     """Find the places of a model that records speak of.
 
-    tensors  names of all tensors of the files; a packed linear counts by its ``weight``
+    tensors  all tensors of the files by name; a packed linear counts by its ``weight``
     linears  by name, packed or not
 
     Raises Refused for a class without description or runtime, SourceError for modules that are missing.
@@ -101,7 +118,10 @@ def place(config: Mapping[str, Any], tensors: Iterable[str], linears: Mapping[st
     heads = config.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
         raise misfit("attn_out", "a number of heads in config.json: num_attention_heads", heads)
-    return Place(architecture, layers, linears, heads)
+    kv_heads = config.get("num_key_value_heads") or heads
+    found = {guide_of(layer): tensors.get(guide_of(layer)) for layer in layers}
+    guides = {name: None if info is None else tuple(info.shape) for name, info in found.items()}
+    return Place(architecture, layers, linears, heads, kv_heads, guides)
 
 
 def misfits(records: Online, at: Place) -> Iterator[W4PackError]:
@@ -123,6 +143,13 @@ def misfits(records: Online, at: Place) -> Iterator[W4PackError]:
                 )
     if records.kv is not None and {records.kv.group} != at.head_sizes:
         yield misfit("kv_quant", f"head size {_either(at.head_sizes)}", records.kv.group)
+    if records.kv is not None and records.kv.guide:
+        shape = (2, at.kv_heads, records.kv.group)
+        for name, found in at.guides.items():
+            if found != shape:
+                yield misfit(
+                    "kv_quant", f"{name} {list(shape)}", "no such tensor" if found is None else found
+                )
 
 
 def without_kernel(settings: Settings, at: Place) -> Iterator[W4PackError]:
@@ -156,7 +183,7 @@ def _either(sizes: set[int]) -> str:
 
 def problems_of(source: Source) -> tuple[W4PackError, ...]:
     """Return what stops w4pack's loader from running the records of an artifact as they were calibrated."""
-    return _problems(records_of(source), source.config, source.checkpoint.tensors, _linears(source))
+    return _problems(records_of(source), source.config, dict(source.checkpoint.tensors), _linears(source))
 
 
 def planned_problems(facts: ModelFacts) -> tuple[W4PackError, ...]:
@@ -166,12 +193,16 @@ def planned_problems(facts: ModelFacts) -> tuple[W4PackError, ...]:
     for layer in facts.layers:
         act_order = layer.act_order == "groups"
         linears[layer.name] = Linear.packed(layer.in_features, sym=layer.sym, act_order=act_order)
-    tensors = [*(f"{layer.name}.weight" for layer in facts.layers), *(t.name for t in facts.dense)]
+    tensors: dict[str, TensorInfo | DenseFacts | None] = {t.name: t for t in facts.dense}
+    tensors |= {f"{layer.name}.weight": None for layer in facts.layers}
     return _problems(records, facts.config, tensors, linears)
 
 
 def _problems(
-    records: Online, config: Mapping[str, Any], tensors: Iterable[str], linears: Mapping[str, Linear]
+    records: Online,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo | DenseFacts | None],
+    linears: Mapping[str, Linear],
 ) -> tuple[W4PackError, ...]:
     if not records:
         return ()

@@ -40,6 +40,7 @@ def to_json(records: Online) -> dict[str, Any]:
             "bits": dict(zip("kv", records.kv.bits, strict=True)),
             "clip": {"k": _clip(records.kv.clip_k), "v": _clip(records.kv.clip_v)},
             "group": records.kv.group,
+            "guide": records.kv.guide,
         },
     }
 

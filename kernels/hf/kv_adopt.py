@@ -1,5 +1,6 @@
 """Puts quantized layers into the caches of transformers, in the place of their own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,12 @@ WINDOWED = (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
 REPLACED = (DynamicLayer, StaticLayer, *WINDOWED)
 
 
-def adopt(cache: Cache, plan: KVPlan) -> Steps:
+def adopt(cache: Cache, plans: Sequence[KVPlan]) -> Steps:
     """Put quantized layers in the place of a cache's own, which must be empty; return what they share.
+
+    Args:
+        cache: of the model's layers.
+        plans: how each layer is stored.
 
     Raises:
         UsageError: a cache of a kind that has no quantized layers, or one that holds 16-bit tokens.
@@ -36,9 +41,12 @@ def adopt(cache: Cache, plan: KVPlan) -> Steps:
     if any(layer.is_initialized for layer in cache.layers):
         raise foreign(f"{type(cache).__name__} that was filled by another model")
     steps = Steps()
-    cache.layers = [_layer(layer, plan, steps, number == 0) for number, layer in enumerate(cache.layers)]
+    own = enumerate(cache.layers)
+    cache.layers = [_layer(layer, plans[number], steps, number == 0) for number, layer in own]
     if replicated is not None:
-        cache.layer_class_to_replicate = lambda: KVLayer(plan, steps, leads=not cache.layers)
+        cache.layer_class_to_replicate = lambda: KVLayer(
+            plans[len(cache.layers)], steps, leads=not cache.layers
+        )
     return steps
 
 

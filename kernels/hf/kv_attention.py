@@ -7,7 +7,7 @@ that is called without a cache has its keys and values quantized all the same.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,12 +113,12 @@ def install(model: PreTrainedModel, decoder: nn.Module, plans: Mapping[nn.Module
     Args:
         model: whole, filled.
         decoder: the module that is called with the cache, and calls the layers.
-        plans: attention module -> how its keys and values are stored.
+        plans: attention module -> how its keys and values are stored, in the order of the layers.
     """
     for module, plan in plans.items():
         setattr(module, PLAN, plan)
     model.set_attn_implementation(ATTENTION)
-    decoder.register_forward_pre_hook(_Before(decoder, next(iter(plans.values()))), with_kwargs=True)
+    decoder.register_forward_pre_hook(_Before(decoder, tuple(plans.values())), with_kwargs=True)
 
 
 # On import, so that a model that was pickled finds them.
@@ -129,8 +129,8 @@ AttentionMaskInterface.register(ATTENTION, mask)
 class _Before:
     """What runs before each pass of the decoder."""
 
-    def __init__(self, decoder: nn.Module, plan: KVPlan) -> None:
-        self.plan = plan
+    def __init__(self, decoder: nn.Module, plans: Sequence[KVPlan]) -> None:
+        self.plans = plans
         forward = inspect.unwrap(type(decoder).forward)
         self.positional = tuple(inspect.signature(forward).parameters)[1:]
 
@@ -149,7 +149,7 @@ class _Before:
             if used is False or (used is None and not getattr(config, "use_cache", True)):
                 return (), given
             given[name] = DynamicCache(config=config)
-        steps = adopt(given[name], self.plan)
+        steps = adopt(given[name], self.plans)
         tokens = given.get("input_ids")
         tokens = given["inputs_embeds"] if tokens is None else tokens
         steps.begin(tokens.shape[0], tokens.shape[1], tokens.device, _of_tokens(given.get("attention_mask")))

@@ -3,7 +3,7 @@
 What lies in a page is said in ``quarot.kv_layout``; which tokens lie in which page, in ``kv_steps``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,12 +13,18 @@ from w4pack.kernels.quarot import kv, kv_layout
 
 @dataclass(frozen=True, slots=True)
 class KVPlan:
-    """How keys and values are stored: 4 or 8 bits, clip ratios, key of the transform of keys and queries."""
+    """How keys and values of a layer are stored.
+
+    bits       4 or 8
+    transform  key of that of keys and queries
+    guide      of the keys, float32 (2, heads, size), on the device; or None
+    """
 
     bits: int
     clip_k: float
     clip_v: float
     transform: str
+    guide: torch.Tensor | None = field(default=None, compare=False)
 
 
 class Pages:
@@ -82,6 +88,7 @@ class Pages:
             plan.clip_k,
             plan.clip_v,
             plan.bits,
+            plan.guide,
         )
 
     def attend(self, q: torch.Tensor, view: View, scale: float, window: int, softcap: float) -> torch.Tensor:

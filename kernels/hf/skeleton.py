@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from w4pack.convert.errors import Refused, SourceError, W4PackError
+from w4pack.convert.source.online import GUIDE
 from w4pack.kernels.artifact import Artifact, Expected, compare_names
 from w4pack.kernels.experts import ExpertParts
 from w4pack.kernels.hf.names import Names
@@ -83,6 +84,7 @@ def build(
     ignored = _ignored(model)
     paths = {name: names.module(name) for name in artifact.specs if not ignored(f"{name}.weight")}
     _replace(model, artifact, paths, dtype, expert_layers)
+    _guides(model, artifact, names)
     for tied in [n for n in model.all_tied_weights_keys if n.removesuffix(".weight") in paths.values()]:
         del model.all_tied_weights_keys[tied]  # a packed head is its own, whatever the config says
     compare_names(artifact, _expected(model, artifact, names, paths), tied=model.all_tied_weights_keys)
@@ -132,6 +134,18 @@ def replace(model: nn.Module, path: str, module: nn.Module) -> None:
     """Put a module in the place of another."""
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
+
+
+def _guides(model: PreTrainedModel, artifact: Artifact, names: Names) -> None:
+    """Make room for the guides of keys, where the artifact's records speak of them."""
+    modules = dict(model.named_modules())
+    if artifact.online.kv is None or not artifact.online.kv.guide:
+        return
+    for name in artifact.dense:
+        module, _, leaf = names.tensor(name)[0].rpartition(".")
+        if leaf == GUIDE and module in modules:
+            shape = artifact.tensors[name].shape
+            modules[module].register_buffer(GUIDE, torch.empty(shape, dtype=torch.float32, device="meta"))
 
 
 def _linear_problems(name: str, original: nn.Linear, spec: LinearSpec) -> Iterator[W4PackError]:

@@ -5,6 +5,9 @@ hands the stream on, and each reader computes the norm with its front. Readers i
 norm, and the transform where there is one, in 16 bit.
 """
 
+from dataclasses import replace as replace_fields
+
+import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -12,6 +15,7 @@ from w4pack.convert.core.families import expert_index
 from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.errors import Refused
 from w4pack.convert.rotate.architecture import Block
+from w4pack.convert.source.online import GUIDE, guide_of
 from w4pack.kernels.experts import PackedExperts
 from w4pack.kernels.hf import kv_attention
 from w4pack.kernels.hf.kv_pages import KVPlan
@@ -23,6 +27,7 @@ from w4pack.kernels.quarot.modules import GatedMLP, put_front
 from w4pack.kernels.quarot.transform import Transform
 
 OPERATOR_OF = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> the operator's
+SOFTCAP = "attn_logit_softcapping"  # of a config
 GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 
 
@@ -149,10 +154,26 @@ class _Wiring:
         stored = KVPlan(bits, quant.clip_k[bits], quant.clip_v[bits], self.transform("qk"))
         plans: dict[nn.Module, KVPlan] = {}
         for layer in self.made.at.layers:
-            path = self.place(layer.attention.writers[0]).rpartition(".")[0]
-            plans[self.model.get_submodule(path)] = stored
+            module = self.model.get_submodule(self.place(layer.attention.writers[0]).rpartition(".")[0])
+            guide = module.get_buffer(GUIDE) if quant.guide else None
+            if guide is not None:
+                self.refuse_seen(guide_of(layer), guide)
+            plans[module] = replace_fields(stored, guide=guide)
         layers = self.place(self.made.at.layers[0].attention.writers[0]).partition(".layers.")[0]
         kv_attention.install(self.model, self.model.get_submodule(layers), plans)
+
+    def refuse_seen(self, name: str, guide: torch.Tensor) -> None:
+        """Refuse an offset of keys that changes what a soft cap makes of the scores."""
+        softcap = getattr(self.model.config.get_text_config(), SOFTCAP, None)
+        if softcap and bool(guide[0].any()):
+            raise Refused(
+                "an offset of keys changes scores that go through a soft cap",
+                code="artifact-online",
+                where=name,
+                expected=f"an offset of 0: {SOFTCAP} is {softcap}",
+                found=f"up to {float(guide[0].abs().max()):.3g}",
+                hint="--kv-bits 16",
+            )
 
     # ---- names
 

@@ -233,7 +233,7 @@ def test_architectures_without_a_runtime_are_refused(name: str, tmp_path: Path) 
 def test_a_layer_called_without_a_cache_is_refused() -> None:
     between = replace(NOTHING, online=parse(QUANTIZERS), kv_bits=4)
     with pytest.raises(Refused) as caught:
-        between._cached(torch.nn.Linear(1, 1), (), {"mask": None})
+        between._cached(0, torch.nn.Linear(1, 1), (), {"mask": None})
     assert caught.value.found == "mask"
 
 

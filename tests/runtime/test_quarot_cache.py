@@ -47,7 +47,7 @@ class Twin:
         config = MistralConfig(**sizes, sliding_window=window) if window else LlamaConfig(**sizes)
         self.cache = StaticCache(config, static) if static else DynamicCache(config=config)
         self.plan, self.window = plan, window
-        self.steps = adopt(self.cache, plan)
+        self.steps = adopt(self.cache, [plan, plan])
         self.held = [[torch.zeros(2, HEADS, 0, SIZE) for _ in range(rows)] for _ in range(2)]
         self.random = torch.Generator().manual_seed(0)
 
@@ -251,7 +251,7 @@ def test_a_cache_of_other_layers_has_nothing_to_count() -> None:
     cache.update(torch.zeros(1, HEADS, 3, SIZE), torch.zeros(1, HEADS, 3, SIZE), 0)
     sync_cache(cache)
     assert cache.get_seq_length() == 3
-    adopt(empty := DynamicCache(config=config), PLAIN)
+    adopt(empty := DynamicCache(config=config), [PLAIN, PLAIN])
     sync_cache(empty)
     assert empty.get_seq_length() == 0
 
@@ -299,12 +299,12 @@ def test_foreign_caches_are_refused() -> None:
     filled = DynamicCache(config=config)
     filled.update(torch.zeros(1, HEADS, 1, SIZE), torch.zeros(1, HEADS, 1, SIZE), 0)
     with pytest.raises(UsageError, match="no quantized layers"):
-        adopt(filled, PLAIN)
+        adopt(filled, [PLAIN])
     bare = DynamicCache()
-    steps = adopt(bare, PLAIN)
+    steps = adopt(bare, [PLAIN])
     bare.update(torch.zeros(1, HEADS, 1, SIZE), torch.zeros(1, HEADS, 1, SIZE), 0)
     assert isinstance(bare.layers[0], KVLayer)
-    assert adopt(bare, PLAIN) is steps
+    assert adopt(bare, [PLAIN]) is steps
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_head_sizes_without_kernel_are_refused(size: int, value: int, text: str)
 def test_the_hook_reads_positional_arguments_too() -> None:
     decoder = transformers.LlamaModel(LlamaConfig(**SIZES, head_dim=SIZE, hidden_size=64, vocab_size=8))
     decoder.set_attn_implementation(ATTENTION)
-    before = _Before(decoder, PLAIN)
+    before = _Before(decoder, [PLAIN, PLAIN])
     given = before(decoder, (torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5)), {"use_cache": True})[1]
     cache = given[fake.CACHE]
     assert cache.layers[0].steps.lengths.tolist() == [5, 5]
