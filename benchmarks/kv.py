@@ -4,7 +4,7 @@ Method of ``gemm.py``: CUDA graphs, interleaved repeats, medians. fp16 gets K an
 them; ours reads pages in a random order. Every backend of ``scaled_dot_product_attention`` that takes the
 shape runs, the fastest is the baseline. Error against fp32 attention over the same codes.
 
-    python benchmarks/kv.py [--bits 4] [--only decode,prefill,append] [--repeats 7]
+    python benchmarks/kv.py [--bits 4] [--only decode,prefill,chunk,append] [--repeats 7]
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from w4pack.kernels.bench.timing import Candidate, race, warm_up
-from w4pack.kernels.quarot import kv, kv_layout, kv_reference
+from w4pack.kernels.quarot import kv, kv_layout, kv_reference, kv_tiles
 from w4pack.kernels.quarot.calls import Attention
 from w4pack.kernels.quarot.transform import Transform
 
@@ -36,6 +36,8 @@ DECODE = (
     (16, 16, 8, 256, 8192),
 )
 PREFILL = ((1, 64, 8, 128, 2048), (1, 64, 8, 128, 16384), (1, 32, 8, 64, 8192), (1, 16, 8, 256, 4096))
+CHUNKS = ((16, 64, 8, 128, 32768), (16, 64, 8, 128, 131072))  # of CHUNK queries behind so long a context
+CHUNK = 16
 APPEND = ((1, 64, 8, 128, 16384), (16, 64, 8, 128, 1))
 
 
@@ -148,6 +150,26 @@ def attention(point: Point, queries: int, repeats: int) -> None:
     )
 
 
+def chunk(point: Point, repeats: int) -> None:
+    """Print one line: a short chunk of a prompt by the ways that there are, the one that is taken first."""
+    q = torch.randn(point.batch, CHUNK, point.heads, point.size, dtype=torch.float16, device="cuda")
+    q, lengths = q.transpose(1, 2), torch.full((point.batch,), point.tokens, dtype=torch.int32, device="cuda")
+    arguments, taken = point.arguments(lengths), (kv_tiles.MOST_FILLING, kv_tiles.LEAST_READERS)
+
+    def way(filling: int, readers: int) -> Callable[[int], object]:
+        def run(i: int) -> object:
+            kv_tiles.MOST_FILLING, kv_tiles.LEAST_READERS = filling, readers
+            return kv.kv_attention(q, *arguments)
+
+        return run
+
+    ways = {"as it is": taken, "unpacked by 256 MiB": (0, taken[1]), "from codes": (0, 1 << 30)}
+    times = race([Candidate(name, way(*bounds), 1) for name, bounds in ways.items()], repeats)
+    kv_tiles.MOST_FILLING, kv_tiles.LEAST_READERS = taken
+    shown = ", ".join(f"{name} {time:.1f} us" for name, time in times.items())
+    print(f"chunk of {CHUNK} {point.name}: {shown}", flush=True)
+
+
 def append(point: Point, repeats: int) -> None:
     """Print one line of the time to quantize K and V."""
     times = race([Candidate("append", lambda i: point.append(), 1)], repeats)
@@ -163,17 +185,20 @@ def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--bits", type=int, default=4, choices=kv_layout.BITS)
-    parser.add_argument("--only", default="decode,prefill,append")
+    parser.add_argument("--only", default="decode,prefill,chunk,append")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     print(environment())
-    for kind, shapes in (("decode", DECODE), ("prefill", PREFILL), ("append", APPEND)):
+    kinds = {"decode": DECODE, "prefill": PREFILL, "chunk": CHUNKS, "append": APPEND}
+    for kind, shapes in kinds.items():
         if kind not in options.only.split(","):
             continue
         for shape in shapes:
             point = make(*shape, options.bits)
             if kind == "append":
                 append(point, options.repeats)
+            elif kind == "chunk":
+                chunk(point, options.repeats)
             else:
                 attention(point, 1 if kind == "decode" else point.tokens, options.repeats)
 
