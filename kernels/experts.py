@@ -6,6 +6,7 @@ routing, so it can be captured and compiled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import nn
@@ -123,15 +124,55 @@ class PackedExperts(nn.Module):
         The sum over a token's experts is in fp32, in the order of ``top_k_index``, rounded once: it depends
         neither on other tokens nor on the order in which pairs were computed.
         """
-        return routed(
-            hidden_states, top_k_index, top_k_weights, self.num_experts, self._gated, self.down_proj
-        )
+        return weighted(self.choices(hidden_states, top_k_index), top_k_weights).to(hidden_states.dtype)
+
+    def choices(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return fp32 (T, k, H): what each chosen expert makes of its token; see ``by_choice``."""
+        return by_choice(x, chosen, self.num_experts, self._gated, self.down_proj)
 
     def _gated(self, x: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         outputs = [getattr(self, name)(x, rows, offsets) for name in self.first]
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
         gated: torch.Tensor = self.act_fn(gate) * up
         return gated
+
+
+class MixedExperts(nn.Module):
+    """All experts of a layer whose schemes differ: stacks of each kind. Called as ``PackedExperts`` are.
+
+    Args:
+        kinds: of each kind its experts, in the order of its stacks, and the stacks.
+    """
+
+    places: torch.Tensor
+
+    def __init__(self, kinds: Sequence[tuple[Sequence[int], PackedExperts]]) -> None:
+        super().__init__()
+        self.kinds = nn.ModuleList(stacks for _, stacks in kinds)
+        self.num_experts = sum(len(experts) for experts, _ in kinds)
+        table = places([experts for experts, _ in kinds], self.num_experts)
+        self.register_buffer("places", torch.tensor(table, dtype=torch.int32), persistent=False)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return (T, H); as ``PackedExperts``, bit for bit what one stack of all of them would give."""
+        made = []
+        for stacks, chosen in zip(self.kinds, self.places[:, top_k_index.long()], strict=True):
+            assert isinstance(stacks, PackedExperts)
+            made.append(stacks.choices(hidden_states, chosen))
+        return weighted(reduce(torch.add, made), top_k_weights).to(hidden_states.dtype)
+
+
+def places(kinds: Sequence[Sequence[int]], experts: int) -> list[list[int]]:
+    """Return for each kind, given by the numbers of its experts, where in its stacks it has each expert of
+    the model; how many it has stands for nobody.
+    """
+    rows = [[len(kind)] * experts for kind in kinds]
+    for row, kind in zip(rows, kinds, strict=True):
+        for place, expert in enumerate(kind):
+            row[expert] = place
+    return rows
 
 
 def routed(

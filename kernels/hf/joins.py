@@ -7,6 +7,7 @@ them at once. Layers that differ in any of these stay apart, and compute the sam
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import nn
@@ -15,11 +16,13 @@ from w4pack.convert.core.families import FusedSet, expert_index, fused_sets
 from w4pack.convert.errors import Refused
 from w4pack.kernels import orders
 from w4pack.kernels.artifact import Artifact
-from w4pack.kernels.experts import ExpertParts, PackedExperts, StackedLinear, stacked
+from w4pack.kernels.experts import ExpertParts, MixedExperts, PackedExperts, StackedLinear, stacked
 from w4pack.kernels.hf.skeleton import GATE_UP_DOWN, Skeleton, replace
 from w4pack.kernels.modules import FusedLinear, side_by_side
 from w4pack.kernels.spec import LinearSpec
 
+Row = tuple[str, ...]  # of an expert: its gate, up and down, as in the file
+Scheme = tuple[tuple[LinearSpec, str], ...]  # of a row: of each layer its spec and the dtype of its scales
 OTHER_INPUTS = ("cross_attn", "crossattention", "encoder_attn")  # q reads another tensor than k and v
 
 
@@ -40,10 +43,10 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertStacks:
-    """The stacks of the experts at ``path`` in the model: gate and up, together or apart, and down."""
+class ExpertKind:
+    """The stacks of experts that are alike, by their numbers: gate and up, together or apart, and down."""
 
-    path: str
+    experts: tuple[int, ...]
     gate_up: tuple[Stack, ...]
     down: Stack
 
@@ -51,6 +54,19 @@ class ExpertStacks:
     def stacks(self) -> tuple[Stack, ...]:
         """All of them, down last."""
         return (*self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStacks:
+    """The experts at ``path`` in the model: of one kind, or of several that differ in their schemes."""
+
+    path: str
+    kinds: tuple[ExpertKind, ...]
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """All stacks, kind after kind."""
+        return tuple(stack for kind in self.kinds for stack in kind.stacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +81,7 @@ def find(skeleton: Skeleton) -> Joins:
     """Return what can be joined in a model whose packed layers are in place.
 
     Raises:
-        Refused: experts of one layer that differ in bits, groups, symmetry or order: a stack has one scheme.
+        Refused: experts of one layer that differ in their schemes, in an artifact with online records.
     """
     stacks = tuple(
         _stacks(path, skeleton)
@@ -113,43 +129,51 @@ def _stacks(path: str, skeleton: Skeleton) -> ExpertStacks:
     by_place = {place: name for name, place in skeleton.paths.items() if place.startswith(f"{path}.")}
     count = len({expert_index(place) for place in by_place})
     leaves = {place.rpartition(".")[2] for place in by_place}
-    gate, up, down = next(known for known in GATE_UP_DOWN if set(known) == leaves)
-
-    def rows(*wanted: str) -> tuple[tuple[str, ...], ...]:
-        return tuple(tuple(by_place[f"{path}.{e}.{leaf}"] for leaf in wanted) for e in range(count))
-
-    def one(leaf: str) -> Stack:
-        found = _stack(rows(leaf), skeleton.artifact)
-        if isinstance(found, Stack):
-            return found
-        raise Refused(
-            "the experts of a layer are packed in different ways",
-            code="experts-mixed",
-            where=f"{path}.*.{leaf}",
-            expected="the same bits, groups, symmetry and scale dtype in every expert of a layer",
-            found=" and ".join(sorted(found)),
-            hint="for a stock engine: w4pack convert SOURCE OUT --to compressed-tensors",
-        )
-
-    together = _stack(rows(gate, up), skeleton.artifact)
-    first = (together,) if isinstance(together, Stack) else (one(gate), one(up))
-    return ExpertStacks(path, first, one(down))
+    known = next(known for known in GATE_UP_DOWN if set(known) == leaves)
+    rows = [tuple(by_place[f"{path}.{expert}.{leaf}"] for leaf in known) for expert in range(count)]
+    artifact, alike = skeleton.artifact, dict[Scheme, list[int]]()
+    for expert, row in enumerate(rows):
+        alike.setdefault(tuple(_scheme(name, artifact) for name in row), []).append(expert)
+    if len(alike) > 1 and artifact.quant.get("online"):
+        raise _differ(path, rows, artifact)
+    return ExpertStacks(path, tuple(_kind(experts, rows, artifact) for experts in alike.values()))
 
 
-def _stack(rows: tuple[tuple[str, ...], ...], artifact: Artifact) -> Stack | set[str]:
-    """Return the stack of rows that all have one scheme, or the schemes in words."""
-    kinds: dict[tuple[LinearSpec | None, str], None] = {}
-    for row in rows:
-        kinds[_row_spec(row, artifact), artifact.tensors[f"{row[0]}.weight_scale"].dtype] = None
-    (spec, _), *others = kinds
-    if spec is None or others:
-        return {f"{_words(artifact.specs[row[0]])} {dtype}" for row in rows for _, dtype in kinds}
-    return Stack(rows, spec)
+def _scheme(name: str, artifact: Artifact) -> tuple[LinearSpec, str]:
+    return artifact.specs[name], artifact.tensors[f"{name}.weight_scale"].dtype
 
 
-def _words(spec: LinearSpec) -> str:
+def _differ(path: str, rows: Sequence[Row], artifact: Artifact) -> Refused:
+    kinds = [{_words(*_scheme(name, artifact)) for name in column} for column in zip(*rows, strict=True)]
+    leaf, found = next((leaf, found) for leaf, found in enumerate(kinds) if len(found) > 1)
+    return Refused(
+        "the experts of a layer are packed in different ways, which does not run with online records",
+        code="experts-mixed",
+        where=f"{path}.*.{rows[0][leaf].rpartition('.')[2]}",
+        expected="the same bits, groups, symmetry and scale dtype in every expert of a layer",
+        found=" and ".join(sorted(found)),
+        hint="convert the 16-bit model again, with one scheme for all experts",
+    )
+
+
+def _words(spec: LinearSpec, dtype: str) -> str:
     kind = "sym" if spec.sym else "asym"
-    return f"{spec.bits} bit g{spec.group_size} {kind}{' act-order' if spec.act_order else ''}"
+    return f"{spec.bits} bit g{spec.group_size} {kind}{' act-order' if spec.act_order else ''} {dtype}"
+
+
+def _kind(experts: Sequence[int], rows: Sequence[Row], artifact: Artifact) -> ExpertKind:
+    """Return the stacks of experts that are alike."""
+
+    def stack(*leaves: int) -> Stack | None:
+        taken = tuple(tuple(rows[expert][leaf] for leaf in leaves) for expert in experts)
+        specs = {_row_spec(row, artifact) for row in taken}
+        spec = specs.pop()
+        return None if spec is None or specs else Stack(taken, spec)
+
+    together = stack(0, 1)
+    gate_up = (together,) if together is not None else (stack(0), stack(1))
+    *first, down = (one for one in (*gate_up, stack(2)) if one is not None)
+    return ExpertKind(tuple(experts), tuple(first), down)
 
 
 # ---- joining ---------------------------------------------------------------------------------------
@@ -175,11 +199,14 @@ def _copied(skeleton: Skeleton, stack: Stack) -> Tensors:
 
 
 def place_experts(skeleton: Skeleton, layer: ExpertStacks, tensors: Sequence[Tensors]) -> None:
-    """Put the stacked experts in the place of their parts; ``tensors`` for each stack, down last."""
-    specs = [stack.spec for stack in layer.stacks]
-    *gate_up, down = map(StackedLinear, specs, tensors)
-    parts = skeleton.model.get_submodule(layer.path)
-    replace(skeleton.model, layer.path, PackedExperts(gate_up, down, parts.act_fn))
+    """Put the stacked experts in the place of their parts; ``tensors`` for each of the layer's stacks."""
+    act_fn = skeleton.model.get_submodule(layer.path).act_fn
+    stacks = map(StackedLinear, (stack.spec for stack in layer.stacks), tensors)
+    made = []
+    for kind in layer.kinds:
+        *gate_up, down = islice(stacks, len(kind.stacks))
+        made.append((kind.experts, PackedExperts(gate_up, down, act_fn)))
+    replace(skeleton.model, layer.path, MixedExperts(made) if len(made) > 1 else made[0][1])
 
 
 def check_orders(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from w4pack.kernels import experts as experts_of
 from w4pack.kernels.spec import LinearSpec
 from w4pack.kernels.vllm.parts import Order
 from w4pack.kernels.vllm.source import Source
@@ -83,10 +84,7 @@ class Places:
     """
 
     def __init__(self, found: Sequence[Kind], experts: int) -> None:
-        self._rows = [[len(kind.numbers)] * experts for kind in found]  # their length stands for nobody
-        for row, kind in zip(self._rows, found, strict=True):
-            for place, expert in enumerate(kind.experts):
-                row[expert] = place
+        self._rows = experts_of.places([kind.experts for kind in found], experts)
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     def chosen(self, kind: int, experts: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 import packed  # noqa: E402
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels import moe_ops, ops  # noqa: E402
-from w4pack.kernels.experts import PackedExperts, StackedLinear  # noqa: E402
+from w4pack.kernels.experts import MixedExperts, PackedExperts, StackedLinear  # noqa: E402
 from w4pack.kernels.spec import LinearSpec, fuse  # noqa: E402
 
 E, H, INNER = 4, 128, 192
@@ -201,3 +201,29 @@ def test_wrong_arguments_are_errors_that_name_the_argument() -> None:
         with pytest.raises(UsageError) as caught:
             moe_ops.moe_gather(*args)
         assert caught.value.where == where
+
+
+def test_experts_of_several_kinds_are_bit_for_bit_those_of_one_stack() -> None:
+    """The experts are alike, and put into two kinds: what differs is only who runs them."""
+    gate, _ = stack(SPECS["zeros"], 1)
+    up, _ = stack(SPECS["zeros"], 5)
+    down, _ = stack(LinearSpec(INNER, H, sym=False, group_size=32), 9)
+
+    def some(layer: StackedLinear, experts: list[int]) -> StackedLinear:
+        names = layer.spec.shapes()
+        return StackedLinear(layer.spec, {n: getattr(layer, n)[experts].contiguous() for n in names})
+
+    whole = PackedExperts([gate, up], down, torch.nn.functional.silu)
+    sides = (list(range(1, E)), [0])
+    kinds = [
+        (side, PackedExperts([some(gate, side), some(up, side)], some(down, side), torch.nn.functional.silu))
+        for side in sides
+    ]
+    mixed = MixedExperts(kinds)
+    compiled = torch.compile(mixed, fullgraph=True, backend="aot_eager", dynamic=False)
+    x = torch.randn(9, H, generator=torch.Generator().manual_seed(0)).half()
+    for seed in range(3):
+        index, weights = routing(9, 2, seed)
+        found = mixed(x, index, weights)
+        assert torch.equal(found, whole(x, index, weights))
+        assert torch.equal(found, compiled(x, index, weights))

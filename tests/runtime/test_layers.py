@@ -1,5 +1,6 @@
 """Layers that differ from their neighbours: fused where they are alike, apart where not, the same numbers."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ import builders  # noqa: E402
 import w4pack  # noqa: E402
 from runtime import models  # noqa: E402
 from w4pack.convert import convert  # noqa: E402
-from w4pack.convert.errors import Refused, W4PackError  # noqa: E402
-from w4pack.kernels.experts import PackedExperts  # noqa: E402
+from w4pack.convert.errors import Refused  # noqa: E402
+from w4pack.kernels.experts import MixedExperts, PackedExperts  # noqa: E402
 from w4pack.kernels.modules import FusedLinear, PackedLinear  # noqa: E402
 
 TOKENS = torch.tensor([list(range(3, 40))])
@@ -187,17 +188,33 @@ def test_a_layer_of_experts_left_in_16_bit_beside_a_packed_one(tmp_path: Path) -
         assert [isinstance(x.mlp.experts, PackedExperts) for x in model.model.layers] == [True, False]
 
 
-def test_experts_packed_in_different_ways_are_refused_with_the_layers_name(tmp_path: Path) -> None:
+def test_experts_packed_in_different_ways_are_stacks_of_each_kind(tmp_path: Path) -> None:
+    made = builders.model(4, builders.qwen3_moe_config(), group=64)
+    redrawn(made, "experts.2.down_proj", bits=8, group=64)
+    redrawn(made, "experts.0.up_proj", bits=8, group=64)
+    dynamic = {"+:.*experts.(2.down|0.up)_proj": {"bits": 8}}
+    model = compare(write(made, tmp_path, group=64, dynamic=dynamic), tmp_path)
+    (experts,) = (m for m in model.modules() if isinstance(m, MixedExperts))
+    assert [kind.num_experts for kind in experts.kinds] == [1, experts.num_experts - 2, 1]
+    assert [len(kind.first) for kind in experts.kinds] == [2, 1, 1]
+
+
+def test_experts_packed_in_different_ways_are_refused_where_something_runs_between(tmp_path: Path) -> None:
     made = builders.model(4, builders.qwen3_moe_config(), group=64)
     redrawn(made, "experts.2.down_proj", bits=8, group=64)
     write(made, tmp_path, group=64, dynamic={"+:.*experts.2.down_proj": {"bits": 8}})
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["online"] = [
+        {"kind": "act_quant", "site": "attn_in", "bits": 4, "clip": {"4": 0.9}, "symmetric": True}
+    ]
+    path.write_text(json.dumps(config))
     with pytest.raises(Refused) as caught:
         w4pack.load(tmp_path / "out")
-    assert caught.value.where == "model.layers.0.mlp.experts.*.down_proj"
+    assert (caught.value.code, caught.value.where) == (
+        "experts-mixed", "model.layers.0.mlp.experts.*.down_proj",
+    )  # fmt: skip
     assert caught.value.found == "4 bit g64 sym F16 and 8 bit g64 sym F16"
-    w4pack.register()
-    with pytest.raises(W4PackError, match="down_proj"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_a_layer_with_some_experts_packed_is_refused(tmp_path: Path) -> None:
