@@ -30,20 +30,16 @@ FOUR: dict[str, Any] = {"act_bits": 4, "kv_bits": 4}
 # model, changes of its config, rotation and ranks, bits and symmetry, max TP
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
     "offline": ("llama", {}, {"rotate": "offline"}, {}, 4),
-    "offline, run in 4 bit": ("llama", {}, {"rotate": "offline"}, FOUR, 4),
     "full": ("llama", {}, {"rotate": "full"}, FOUR, 1),
     "full for 2": ("llama", {}, {"rotate": "full", "tp": 2}, FOUR, 2),
     "full for 4, a head on each": ("llama", {}, {"rotate": "full", "tp": 4}, FOUR, 4),
-    "full for 4, tiles for 2": ("llama", {"intermediate_size": 128}, {"rotate": "full", "tp": 4}, FOUR, 2),
     "full, 16-bit cache": ("llama", {"head_dim": 72}, {"rotate": "full"}, {"act_bits": 4, "kv_bits": 16}, 1),
     "full, zero points": ("llama", {}, {"rotate": "full"}, {"kv_bits": 4, "sym": False}, 1),
     "head of 32": ("llama", {"head_dim": 32}, {"rotate": "full"}, FOUR, 0),
     "head of 72, plain": ("llama", {"head_dim": 72}, {}, {"kv_bits": 4}, 0),
-    "head of 96": ("llama", {"head_dim": 96}, {"rotate": "full"}, FOUR, 1),
     "head of 128": ("llama", {"head_dim": 128}, {"rotate": "full", "tp": 2}, FOUR, 2),
     "padded": ("llama", {"intermediate_size": 160}, {"rotate": "offline"}, FOUR, 1),
     "experts": ("mixtral", {}, {"rotate": "full", "tp": 2}, FOUR, 2),
-    "experts, head of 32": ("mixtral", {"head_dim": 32}, {"rotate": "full"}, FOUR, 0),
 }
 
 
