@@ -26,7 +26,7 @@ GROUP_SIZES = (-1, 32, 64, 128)
 SUMS_PER_MULTIPROCESSOR = 192 * 1024
 BLOCKS_PER_MULTIPROCESSOR = 8
 FLAGS_PER_MULTIPROCESSOR = 16  # one a block, or one a warp where blocks share sums out
-COLLECTED, SHARED_OUT = 0, 1  # Tile.sharing
+COLLECTED, SHARED_OUT, SHARED_EVENLY = 0, 1, 2  # Tile.sharing
 ONE_GROUP = 31  # a shift that sends every row of K to group 0
 HERE = Path(__file__).resolve().parent
 
@@ -43,7 +43,8 @@ class Tile:
     unit: int
     stages: int
     blocks: int
-    sharing: int = COLLECTED  # who adds up a tile's sums: its first block, or all (csrc/scatter.cuh)
+    sharing: int = COLLECTED  # who adds up a tile's sums: its first block, or all (csrc/scatter.cuh); evenly:
+    # all, and the grid cuts every tile alike
 
     @property
     def threads(self) -> int:
@@ -90,7 +91,8 @@ class Tile:
     @property
     def fits_workspace(self) -> bool:
         """Whether all resident blocks can hand over what they have."""
-        handed_over, flags = (2, self.warps * self.slots) if self.sharing else (1, 1)  # of a block
+        handed_over = 2 if self.sharing == SHARED_OUT else 1  # of a block
+        flags = self.warps * self.slots if self.sharing else 1
         return (
             handed_over * self.partial_bytes * self.blocks <= SUMS_PER_MULTIPROCESSOR
             and flags * self.blocks <= FLAGS_PER_MULTIPROCESSOR
@@ -171,8 +173,13 @@ def choose(arch: str, multiprocessors: int, m: int, n: int, k: int, bits: int) -
     The last lines of every table have no limit and a unit of 64, so that every product finds one.
     """
     rows = (*_exceptions(arch, bits).get((n, k), ()), *_classes(arch, bits))
-    row = next(row for row in rows if row.fits(m, n, k))
+    row = next(row for row in rows if row.fits(m, n, k) and can_cut(row.tile, multiprocessors, m, n, k))
     return Launch(row.tile, grid(row.tile, multiprocessors, m, n, k, row.splits))
+
+
+def can_cut(tile: Tile, multiprocessors: int, m: int, n: int, k: int) -> bool:
+    """Return whether a card has a grid that the tile's way of sharing sums allows."""
+    return tile.sharing != SHARED_EVENLY or column_tiles(tile, m, n) <= multiprocessors * tile.blocks
 
 
 def column_tiles(tile: Tile, m: int, n: int) -> int:
@@ -183,11 +190,14 @@ def column_tiles(tile: Tile, m: int, n: int) -> int:
 def grid(tile: Tile, multiprocessors: int, m: int, n: int, k: int, splits: int = 0) -> int:
     """Return the blocks to start: at most as many as fit at once, ``csrc/scheduler.cuh`` needs that.
 
-    Cutting every tile alike spares the exchange of uneven ends: done where it still uses most of the card.
-    No block is without a unit for each slot.
+    Cutting every tile alike spares the exchange of uneven ends: done where it still uses most of the card, or
+    where the tile's sums are shared evenly. No block is without a unit for each slot.
     """
     room, count = multiprocessors * tile.blocks, column_tiles(tile, m, n)
     even = room // count * count
+    if tile.sharing == SHARED_EVENLY:
+        units = k // tile.unit
+        return count * max(s for s in range(1, room // count + 1) if units % s == 0)
     blocks = even if splits == 0 and even >= EVEN_SHARE * room else room
     if splits > 0:
         blocks = min(room, splits * count)

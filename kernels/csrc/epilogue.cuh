@@ -185,9 +185,6 @@ template <class T> DEVICE void finish_segment(const Problem &p, Sums<T> &sums, c
     epilogue.hand_over(sums, blockIdx.x);
     return;
   }
-  const u32 tile_end = (segment.tile + 1) * Grid<T>::units(p);
-  u32 last = blockIdx.x + 1;
-  while (last < gridDim.x && Grid<T>::begin(p, last) < tile_end) last++;
-  if (last > blockIdx.x + 1) epilogue.collect(sums, blockIdx.x + 1, last);
+  if (segment.end != Grid<T>::units(p)) epilogue.collect(sums, blockIdx.x + 1, end_of_tile<T>(p, segment.tile));
   epilogue.store(sums, segment);
 }

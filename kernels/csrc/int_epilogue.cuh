@@ -1,6 +1,5 @@
 // The end of a segment of an integer product: sums of slots and blocks, then values, then the output.
 #pragma once
-#include "int_schedule.cuh"
 #include "int_store.cuh"
 #include "weights.cuh"
 
@@ -31,7 +30,7 @@ DEVICE void finish_int_segment(const IntProblem &p, Sums<T> &sums, const Segment
     epilogue.hand_over(sums, blockIdx.x);
     return;
   }
-  if (segment.end != G::units(p)) epilogue.collect(sums, blockIdx.x + 1, G::end_of_tile(p, segment.tile));
+  if (segment.end != G::units(p)) epilogue.collect(sums, blockIdx.x + 1, end_of_tile<T>(p, segment.tile));
   store_int_segment<T>(p, epilogue, sums, segment, shared_sums);
 }
 

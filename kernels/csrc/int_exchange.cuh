@@ -5,10 +5,10 @@
 // of a thread are then under way at once, straight to its accumulators, while the other warpgroup multiplies; added at
 // the end they would come a few at a time, with nothing left to do meanwhile. A warpgroup takes what the same one of
 // another block made: none waits for the other of its own block. Flags: one for each block and warpgroup, zero before
-// and after. tests/kernels/test_int_schedule.py runs it in random order.
+// and after. tests/kernels/test_schedule.py runs it in random order.
 #pragma once
 #include "epilogue.cuh"
-#include "int_schedule.cuh"
+#include "int_tile.cuh"
 
 template <class T> struct Exchange {
   // Not for few tokens: where tiles are fewer than blocks, all hand over at the same time. Not with 8-bit weights:
@@ -44,7 +44,7 @@ template <class T> struct Exchange {
   // Which blocks have the rest of a segment's tile: from the next one up to this one, which is not among them.
   DEVICE u32 end_of_others(const Segment &segment) const {
     const bool alone = segment.begin != 0 || segment.end == G::units(p);
-    return alone ? blockIdx.x + 1 : G::end_of_tile(p, segment.tile);
+    return alone ? blockIdx.x + 1 : end_of_tile<T>(p, segment.tile);
   }
 
   // Starts the tile's sums: at those of the next block, if it has handed over. One way for both cases: ptxas lets

@@ -2,7 +2,7 @@
 //
 //   y (M, N) 16 bit = sx * sw * (codes (M, K) s8 or s4  *  (q - z)), q (K, N) 4 or 8 bit in tiles of 16 x 64
 //
-//   block   one column tile of TILE_N, at most TOKENS tokens, whole tiles or a run of units (int_schedule.cuh)
+//   block   one column tile of TILE_N, at most TOKENS tokens, whole tiles or a run of units (scheduler.cuh)
 //   slot    every SLOTS-th unit: 128 or 256 bytes of a token's codes; its own ring of stages, its own barrier
 //   warp    64 columns: 4 words a lane and k-tile; a step's 2 or 4 words are the A operand of 16 columns
 //

@@ -78,10 +78,7 @@ DEVICE void finish_int_moe(const IntProblem &one, const MoeProblem &p, Sums<T> &
     epilogue.hand_over(sums, blockIdx.x);
     return;
   }
-  const u32 tile_end = (segment.tile + 1) * G::units(p);
-  u32 last = blockIdx.x + 1;
-  while (last < gridDim.x && G::begin(p, last) < tile_end) last++;
-  if (last > blockIdx.x + 1) epilogue.collect(sums, blockIdx.x + 1, last);
+  if (segment.end != G::units(p)) epilogue.collect(sums, blockIdx.x + 1, end_of_tile<T>(p, segment.tile));
   const Place place = G::place(p, segment);
   const int column0 = place.column_tile * T::TILE_N + epilogue.warp * T::WARP_N;
   if (column0 >= p.n) return;  // the same for the whole warp

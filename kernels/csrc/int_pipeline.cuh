@@ -4,7 +4,7 @@
 // change along K, and the last unit may reach past K: the activations there are zeros, so that what the stage holds of
 // weights does not matter.
 #pragma once
-#include "int_schedule.cuh"
+#include "scheduler.cuh"
 #include "pipeline.cuh"
 
 template <int... P> struct Loader<IntTile<P...>> {

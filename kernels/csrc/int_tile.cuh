@@ -41,6 +41,8 @@ struct IntTile {
   static constexpr int VECTORS = BITS / 4, CHUNK_BYTES = 512 * VECTORS, PAIRS = 2 * WORDS;
   static constexpr int AHEAD = PRODUCER ? STAGES : STAGES - 1;
 
+  static constexpr int EXCHANGE_UNITS = 7, BAND = 4;  // of scheduler.cuh
+
   static constexpr int X_BYTES = TOKENS * ROW, W_BYTES = CHUNKS * UNIT_TILES * CHUNK_BYTES;
   static constexpr int SCALE_ROW_BYTES = CHUNKS * 128;
   static constexpr int W_AT = X_BYTES, SCALES_AT = W_AT + W_BYTES;

@@ -28,6 +28,7 @@ DEVICE const MoeProblem &grouped(const Problem &p) { return static_cast<const Mo
 template <class T> struct Grid<Grouped<T>> {
   DEVICE static u32 column_tiles(const Problem &p) { return (p.n + T::TILE_N - 1) / T::TILE_N; }
   DEVICE static int units(const Problem &p) { return Grid<T>::units(p); }
+  DEVICE static u32 whole(const Problem &) { return 0; }  // grouped tiles are all cut, or in pieces of a tile
 
   // Tokens change faster than columns, so that blocks at work at the same time read the same weights.
   DEVICE static Place place(const Problem &p, const Segment &s) {

@@ -119,9 +119,10 @@ template <class T> struct Producer : RingFiller<T, Producer<T>> {
   DEVICE void seek(int to_tile) {
     if (to_tile == tile) return;
     tile = to_tile;
-    const int token_blocks = Grid<T>::token_blocks(p), chunk0 = tile / token_blocks * T::CHUNKS;
+    const Place place = Grid<T>::place(p, Segment{tile, 0, 0, 0});
+    const int chunk0 = place.column_tile * T::CHUNKS;
     const u32 valid = min(T::CHUNKS, p.n / CHUNK_N - chunk0);
-    token0 = tile % token_blocks * T::TOKENS;
+    token0 = place.token0;
     from = (weight ? p.weight : lane < ZEROS_LANE ? p.scales : p.zeros) + static_cast<u64>(chunk0) * chunk_bytes();
     bytes = valid * chunk_bytes();
     expected = valid * (T::UNIT_TILES * T::CHUNK_BYTES + groups * (128 + (T::ZEROS ? 8 * T::BITS : 0))) + T::X_BYTES;

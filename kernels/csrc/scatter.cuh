@@ -9,14 +9,15 @@
 // An item is what a lane holds of a product: four sums (16 columns x 8 tokens a warp), or, where slots have shared out the
 // pairs, two.
 //
-// Requires two partial tiles and WARPS x SLOTS flags for each block (tiles.py, `fits_workspace`).
+// Requires PLACES partial tiles and WARPS x SLOTS flags for each block (tiles.py, `fits_workspace`).
 // Tested by tests/gpu/test_w4a16.py; places, owners and orders of events by tests/kernels/test_scatter.py.
 #pragma once
 #include "epilogue.cuh"
 
-#ifndef SHARING  // 1: the kernel's blocks share tiles out like this
+#ifndef SHARING  // 1: the kernel's blocks share tiles out like this; 2: and the grid cuts every tile alike
 #define SHARING 0
 #endif
+constexpr int PLACES = SHARING == 2 ? 1 : 2;  // partial tiles of a block: an even cut leaves it with one
 
 // Who shares a segment's tile: blocks `from` to `to` - 1, of which those before `owners` collect.
 template <class T> struct Sharers {
@@ -24,7 +25,7 @@ template <class T> struct Sharers {
   bool from_began_before;  // another tile, so this one is its second
 
   DEVICE Sharers(const Problem &p, const Segment &s) {
-    const u32 tile_begin = s.tile * Grid<T>::units(p), tile_end = tile_begin + Grid<T>::units(p);
+    const u32 tile_begin = (s.tile - Grid<T>::whole(p)) * Grid<T>::units(p), tile_end = tile_begin + Grid<T>::units(p);
     from = blockIdx.x, to = from + 1;
     while (Grid<T>::begin(p, from) > tile_begin) from--;
     while (to < gridDim.x && Grid<T>::begin(p, to) < tile_end) to++;
@@ -59,7 +60,7 @@ template <class T> struct Scatter {
   // This lane's first item of what a block has of the tile: a block shares its first tile and its last.
   DEVICE u8 *items(u32 block) const {
     const u32 second = block == of.from && of.from_began_before;
-    const u64 at = static_cast<u64>(2 * block + second) * (T::PARTIAL_FLOATS * 4);
+    const u64 at = static_cast<u64>(PLACES * block + second) * (T::PARTIAL_FLOATS * 4);
     return reinterpret_cast<u8 *>(p.partials) + at + (all_warp() * ITEMS * 32 + epilogue.lane) * LANE_BYTES;
   }
   DEVICE u32 *count() const { return p.flags + of.from * (T::WARPS * T::SLOTS) + all_warp(); }

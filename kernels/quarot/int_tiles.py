@@ -22,7 +22,7 @@ SOURCES = {"mma": "int_mma.cu", "tma": "int_wgmma.cu"}
 ANY_GROUP = 1  # a kernel of mma.sync reads the group size at its launch
 MULTIPLIES = 4096  # of int8, a clock and multiprocessor (sm_90)
 STORE, EXCHANGE = 4000, 16000  # clocks: results of a tile to the output; sums of a tile from block to block
-EXCHANGE_UNITS = 7  # what csrc/int_schedule.cuh takes an exchange for
+EXCHANGE_UNITS = 7  # what csrc/scheduler.cuh takes an exchange for
 HERE = Path(__file__).resolve().parent
 
 
@@ -136,7 +136,7 @@ def choose(
 
 
 def clocks(tile: tiles.Tile, share: float, multiprocessors: int, m: int, n: int, k: int, order: int) -> float:
-    """Return about how many clocks a large product takes: its rounds of tiles (``csrc/int_schedule.cuh``).
+    """Return about how many clocks a large product takes: its rounds of tiles (``csrc/scheduler.cuh``).
 
     Args:
         tile: one block of it on each multiprocessor.

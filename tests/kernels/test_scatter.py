@@ -23,6 +23,7 @@ class Card:
     units: int
     blocks: int
     items: int
+    evenly: bool = False  # SHARING == 2: every tile is cut alike, a block has a place for one
     places: dict[tuple[int, int], tuple[int, int, int, int]] = field(default_factory=dict)
     arrived: dict[int, int] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
@@ -55,7 +56,8 @@ class Card:
 
     def place(self, of: tuple[int, int, int, bool], block: int) -> int:
         """Whether a block's sums are those of its first or its second tile."""
-        return 2 * block + (block == of[0] and of[3])
+        second = block == of[0] and of[3]
+        return block + second if self.evenly else 2 * block + second
 
     def hand_over(self, block: int, segment: tuple[int, int, int]) -> tuple[int, int, int, bool]:
         """Write every item of a segment."""
@@ -141,6 +143,34 @@ def test_every_share_of_every_tile_is_made_once(count: int, units: int, blocks: 
     card.check()
 
 
+@pytest.mark.parametrize("arch", tiles.ARCHES)
+def test_tiles_shared_evenly_are_cut_at_units_and_have_one_place_a_block(arch: str) -> None:
+    """Grids of every shape that a table's exceptions name, on cards of several sizes."""
+    shapes = tiles.table(arch).get("exceptions", {}).get("4", {})  # type: ignore[attr-defined]
+    seen = 0
+    for shape, m in itertools.product(shapes, (65, 96, 128, 129, 256)):
+        n, k = map(int, shape.split("x"))
+        for multiprocessors in (7, 78, 114, 132):
+            tile, grid = (chosen := tiles.choose(arch, multiprocessors, m, n, k, 4)).tile, chosen.grid
+            if tile.sharing != tiles.SHARED_EVENLY:
+                continue
+            count, units = tiles.column_tiles(tile, m, n), k // tile.unit
+            assert (
+                grid <= multiprocessors * tile.blocks and grid % count == 0 and units % (grid // count) == 0
+            )
+            card = Card(count, units, grid, 8, evenly=True)
+            card.go(random.Random(grid))
+            card.check()
+            seen += 1
+    assert seen >= (8 if arch == "sm_90a" else 0)
+
+
+def test_a_card_with_too_few_multiprocessors_takes_another_tile() -> None:
+    few = tiles.choose("sm_90a", 7, 128, 4096, 14336, 4)
+    most = tiles.choose("sm_90a", 132, 128, 4096, 14336, 4)
+    assert few.tile.sharing != tiles.SHARED_EVENLY == most.tile.sharing and most.grid == 128
+
+
 def test_any_cut_and_any_order_of_events() -> None:
     rng = random.Random(1)
     for _ in range(300):
@@ -194,6 +224,7 @@ def test_two_partial_tiles_and_a_flag_for_each_warp_must_fit() -> None:
 
     assert fits(64, 12, 1, 1, tiles.SHARED_OUT), "two times 96 KiB"
     assert fits(128, 8, 1, 1, tiles.COLLECTED) and not fits(128, 8, 1, 1, tiles.SHARED_OUT), "128 KiB"
+    assert fits(128, 8, 1, 1, tiles.SHARED_EVENLY), "once 128 KiB"
     assert fits(16, 4, 2, 2, tiles.SHARED_OUT) and not fits(16, 4, 2, 3, tiles.SHARED_OUT), "24 flags"
 
 
@@ -204,5 +235,6 @@ def test_every_launch_has_its_places_and_counts_in_the_workspace(arch: str) -> N
             sums, flags = tiles.workspace_bytes(multiprocessors)
             blocks = multiprocessors * tile.blocks
             if tile.sharing:
-                assert 2 * blocks * tile.partial_bytes <= sums, tile
+                places = 1 if tile.sharing == tiles.SHARED_EVENLY else 2
+                assert places * blocks * tile.partial_bytes <= sums, tile
                 assert blocks * tile.warps * tile.slots <= flags, tile

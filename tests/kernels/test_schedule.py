@@ -1,26 +1,30 @@
-"""Which block does what in an integer product, and how blocks hand sums over.
+"""Which block does what in a product of many tokens, and how blocks of an integer one hand sums over.
 
-The arithmetic of ``csrc/int_schedule.cuh``, and ``csrc/int_exchange.cuh`` with warps in random order.
+The arithmetic of ``csrc/scheduler.cuh``, and ``csrc/int_exchange.cuh`` with warps in random order.
 """
 
 import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import w4pack
+from w4pack.kernels.quarot import int_tiles
+
 WARPGROUPS, WARPS = 2, 3  # of a block; of a warpgroup (four, but three show the same)
-EXCHANGE_UNITS = 7
+INTEGER, UNIT_64, UNIT_128, FEW_TOKENS = 7, 8, 4, 0  # EXCHANGE_UNITS of int_tile.cuh and tile.cuh
 
 
 class Schedule:
-    """``Grid`` and ``Run`` of csrc/int_schedule.cuh: whole tiles in turns, the rest in equal runs."""
+    """``Grid`` and ``Run`` of csrc/scheduler.cuh: whole tiles in turns, the rest in equal runs."""
 
-    def __init__(self, tiles: int, units: int, grid: int) -> None:
+    def __init__(self, tiles: int, units: int, grid: int, exchange: int = INTEGER) -> None:
         self.tiles, self.units, self.grid = tiles, units, grid
         rounds, more = divmod(tiles, grid)
-        cheap = more == 0 or (grid - more) * units <= EXCHANGE_UNITS * grid
-        self.whole = tiles if cheap else max(rounds - 1, 0) * grid
+        cheap = more == 0 or (grid - more) * units <= exchange * grid
+        self.whole = 0 if exchange == 0 else tiles if cheap else max(rounds - 1, 0) * grid
 
     def begin(self, block: int) -> int:
         each, more = divmod((self.tiles - self.whole) * self.units, self.grid)
@@ -49,8 +53,9 @@ class Schedule:
 @pytest.mark.parametrize(
     ("tiles", "units", "grid"), [(1, 9, 7), (5, 64, 132), (300, 32, 132), (264, 3, 132), (130, 40, 132)]
 )
-def test_blocks_cover_every_unit_once(tiles: int, units: int, grid: int) -> None:
-    schedule = Schedule(tiles, units, grid)
+@pytest.mark.parametrize("exchange", [INTEGER, UNIT_64, UNIT_128, FEW_TOKENS])
+def test_blocks_cover_every_unit_once(tiles: int, units: int, grid: int, exchange: int) -> None:
+    schedule = Schedule(tiles, units, grid, exchange)
     seen = Counter(
         (tile, unit)
         for block in range(grid)
@@ -60,8 +65,36 @@ def test_blocks_cover_every_unit_once(tiles: int, units: int, grid: int) -> None
     assert seen == Counter((tile, unit) for tile in range(tiles) for unit in range(units))
 
 
-def test_places_are_a_permutation_in_bands() -> None:
-    columns, tokens, band = 7, 19, 4
+@pytest.mark.parametrize(
+    ("tiles", "units", "whole"),
+    [
+        (
+            256,
+            64,
+            256,
+        ),  # 8192 x 8192, 1024 tokens: eight blocks idle in the second round cost less than the exchange
+        (320, 64, 132),  # 10240 x 8192: one round whole, 1.4 rounds cut
+        (896, 32, 660),  # 28672 x 4096
+        (192, 32, 0),  # 6144 x 4096: all cut
+    ],
+)
+def test_what_blocks_take_whole(tiles: int, units: int, whole: int) -> None:
+    assert Schedule(tiles, units, 132, UNIT_128).whole == whole
+
+
+def test_sources_have_the_same_numbers() -> None:
+    sources = Path(w4pack.__file__).parent / "kernels" / "csrc"
+    assert (
+        "EXCHANGE_UNITS = PRODUCER && TOKENS >= 128 ? 512 / UNIT_K : 0, BAND = 8"
+        in (sources / "tile.cuh").read_text()
+    )
+    assert f"EXCHANGE_UNITS = {INTEGER}, BAND = 4" in (sources / "int_tile.cuh").read_text()
+    assert int_tiles.EXCHANGE_UNITS == INTEGER
+
+
+@pytest.mark.parametrize("band", [4, 8])
+def test_places_are_a_permutation_in_bands(band: int) -> None:
+    columns, tokens = 7, 19
     places = set()
     for tile in range(columns * tokens):
         b, at = tile // (band * columns), tile % (band * columns)
