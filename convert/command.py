@@ -22,13 +22,12 @@ from w4pack.convert.events import (
     time_text,
     warning_fields,
 )
-from w4pack.convert.jobs.conversion import MAX_KL, MEMORY, Report, Running, check_device
+from w4pack.convert.jobs.conversion import MAX_KL, Report, Running, check_device
 from w4pack.convert.jobs.execute import StopFlag
 from w4pack.convert.jobs.work import Packer, packs_tiles
 from w4pack.convert.planning.options import HUB_FILE_LIMIT, ConvertOptions
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.quantize_options import CALIBRATED, QuantizeOptions
-from w4pack.convert.planning.quantizing import memory_of
 from w4pack.convert.planning.show import plan_event, text
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.quantized import require_extras
@@ -225,7 +224,7 @@ def _print_plan(
 ) -> None:
     if given["quiet"] and not (dry or given["as_json"]):
         return
-    event = plan_event(plan, warnings, facts, source, _memory(plan))
+    event = plan_event(plan, warnings, facts, source)
     if given["as_json"]:
         JsonLines().event("plan", **event)
         return
@@ -234,10 +233,6 @@ def _print_plan(
     )
     if dry:
         say(*(f"warning: {w['text']}" for w in event["warnings"]))
-
-
-def _memory(plan: Plan) -> int:
-    return MEMORY if plan.quantization is None else memory_of(plan)
 
 
 def _tell_done(given: Given, report: Report) -> None:

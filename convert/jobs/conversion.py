@@ -34,7 +34,6 @@ from w4pack.convert.planning.plan import Op, Plan, SourceFile, make_plan, planne
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import Source
 
-MEMORY = 192 << 20  # bytes above the imports that a conversion needs at most (measured: benchmarks)
 HEAD_BYTES = 1 << 20  # bytes of a pickle that identify it without ``--strict``
 # Errors after which `--resume` may work: a source that is read again, a limit that decides no byte.
 PASSING = ("resume-differs", "unreadable", "file-too-short", "quality")

@@ -1,4 +1,8 @@
-"""The most memory that a job has taken so far: of the host by the process, of a card by torch's tensors."""
+"""The most memory that a job has taken so far: of the host by the process, of a card by torch's tensors.
+
+Of the host it is what the plan gives the limit of (``planning.memory``): the largest resident set of the
+process, interpreter and libraries among it.
+"""
 
 import resource
 import sys
@@ -25,8 +29,8 @@ def host_peak() -> int:
 
 
 def peak_text(device: torch.device) -> str:
-    """Return what to tell: ``1.01 GiB of the host``, with ``14.82 GiB of cuda:0`` where that is a card."""
-    found = f"{size_text(host_peak())} of the host"
+    """Return what to tell: ``1.01 GiB memory, libraries included``, and ``14.82 GiB of cuda:0`` of a card."""
+    found = f"{size_text(host_peak())} memory, libraries included"
     if device.type == "cuda":
         found += f", {size_text(torch.cuda.max_memory_allocated(device))} of {device}"
     return found

@@ -3,7 +3,6 @@
 Made from names and headers alone: which linears there are, what scheme each gets, what stays and why.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ from w4pack.convert.planning.plan import (
 )
 from w4pack.convert.planning.quantize_options import QuantizeOptions, named_by, read_rule
 from w4pack.convert.planning.targets import TARGETS, Target
-from w4pack.convert.quantize.settings import STAGE_BYTES
 
 LEFT = 16  # bits of a linear that is left as it is
 FLOATS = ("F16", "BF16", "F32")
@@ -310,49 +308,3 @@ def _cannot_hold(name: str, obstacle: formats.Obstacle, target: Target) -> Refus
         found=obstacle.found,
         hint=f"{others} can" if others else None,
     )
-
-
-# ---- what it needs -------------------------------------------------------------------------------------
-
-WIDE = 4  # bytes of a float32, in which everything is computed on a CPU
-
-
-def _tokens_of(plan: Plan) -> int | None:
-    """Return the calibration tokens: as counted, or else as asked for; None for a method that needs none."""
-    text, asked = (plan.quantization or {}).get("calibration"), plan.options["quantize"]
-    if text is not None:
-        return int(text["tokens"])
-    return asked["samples"] * asked["seqlen"] if asked["method"] == "gptq" else None
-
-
-def memory_of(plan: Plan) -> int:
-    """Return about how many bytes a quantization needs beside the interpreter and torch; on a CPU.
-
-    Embeddings, head and norms; one layer, twice with GPTAQ; the widest Hessian and what is made of it; those
-    of experts, up to their bound; the calibration tokens between two layers and inside one.
-    """
-    schemes = {layer.source: layer.scheme for layer in plan.layers}
-    sizes: dict[int, int] = {}
-    for name, s in schemes.items():
-        index = layer_index(name)
-        sizes[index] = sizes.get(index, 0) + s.in_features * s.out_features
-    widest = max(s.in_features for s in schemes.values())
-    largest = max(s.in_features * s.out_features for s in schemes.values())
-    tokens = _tokens_of(plan)
-    if tokens is None:
-        return 12 * WIDE * largest
-    outside = sum(math.prod(d.shape) for d in plan.dense if len(d.shape) == 2)
-    hidden = min(s.in_features for s in schemes.values())
-    streams = 3 * tokens * hidden + 4 * min(tokens, 8192) * widest
-    hessians = min(_expert_hessians(schemes), STAGE_BYTES["cpu"])
-    return hessians + WIDE * (outside + 3 * max(sizes.values()) + 8 * widest * widest + 6 * largest + streams)
-
-
-def _expert_hessians(schemes: Mapping[str, QuantScheme]) -> int:
-    """Return the bytes of the Hessians of all experts of a layer that are made in one run of it."""
-    total: dict[tuple[int, str], int] = {}
-    for name, s in schemes.items():
-        if families.expert_index(name) is not None:
-            stage = layer_index(name), name.rpartition(".")[2]
-            total[stage] = total.get(stage, 0) + WIDE * s.in_features * s.in_features
-    return max(total.values(), default=0)

@@ -3,9 +3,8 @@
 The rotation itself (which matrices, which steps for which tensor) is planned by ``convert.rotate``.
 """
 
-import math
-from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol, cast
+from collections.abc import Mapping
+from typing import Literal, cast
 
 from w4pack.convert.core import dtypes, families
 from w4pack.convert.core.facts import Warning_
@@ -16,18 +15,6 @@ from w4pack.convert.planning.online import refuse_other_targets
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.rotate.plan import RotationPlan, plan_rotation
 from w4pack.convert.source.detect import Source
-
-TORCH_MEMORY = 300 << 20  # bytes of torch and transformers, imported
-ELEMENT_MEMORY = 44  # bytes an element of the largest tensor in work: source, result, four float64 copies
-
-
-class OutSized(Protocol):
-    """A tensor of the output: what matters here is its shape."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Lengths of its axes."""
-        ...
 
 
 def rotation_of(source: Source, options: ConvertOptions) -> RotationPlan:
@@ -110,13 +97,6 @@ def _untied(source: Source, plan: RotationPlan) -> list[Warning_]:
         )
         for head, info in new
     ]
-
-
-def memory_of(rotation: object, tensors: Iterable[OutSized]) -> int:
-    """Return how many bytes making the largest tensor of a rotated model takes, beside torch itself."""
-    if rotation is None:
-        return 0
-    return max((math.prod(t.shape) for t in tensors), default=0) * ELEMENT_MEMORY + TORCH_MEMORY
 
 
 def describe(value: Mapping[str, object]) -> list[str]:

@@ -13,8 +13,9 @@ from w4pack.convert.errors import name_some
 from w4pack.convert.events import size_text, time_text, warning_fields
 from w4pack.convert.planning.decisions import LayerPlan
 from w4pack.convert.planning.fitting import WIDENED
+from w4pack.convert.planning.memory import peak_of
 from w4pack.convert.planning.plan import Plan
-from w4pack.convert.planning.rotation import describe, memory_of
+from w4pack.convert.planning.rotation import describe
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source import online_shown
 from w4pack.convert.source.detect import Source
@@ -33,9 +34,7 @@ def engine_answers(facts: ModelFacts) -> dict[str, list[int]]:
     return {engine: [tp for tp in TPS if rules.evaluate(facts, engine, tp).ok] for engine in ENGINES}
 
 
-def plan_event(
-    plan: Plan, warnings: Sequence[Warning_], facts: ModelFacts, source: Source, memory: int
-) -> dict[str, Any]:
+def plan_event(plan: Plan, warnings: Sequence[Warning_], facts: ModelFacts, source: Source) -> dict[str, Any]:
     """Return the fields of the ``plan`` event: the whole plan and what was concluded from it."""
     left = {p.name: p.reason for p in plan.layers if p.action not in ("pack", "quantize")}
     left.update((plan.quantization or {}).get("left_in_16_bit", {}))
@@ -47,7 +46,7 @@ def plan_event(
         "bytes_read": plan.source_bytes,
         "bytes_written": plan.output_bytes,
         "bytes_added": plan.output_bytes - plan.source_bytes,
-        "memory": memory + memory_of(plan.rotation, plan.tensors),
+        "memory": peak_of(plan),
         "disk": plan.disk_bytes,
         "shards": len({t.shard for t in plan.tensors}),
         "left_in_16_bit": left if TARGETS[plan.target].layout else {},
@@ -177,8 +176,15 @@ def _needs(plan: Plan, event: Mapping[str, Any], out: Path) -> str:
     time = seconds if plan.quantization is None else "the time left is told layer by layer"
     return (
         f"{size_text(event['disk'])} disk at {out} ({size_text(free)} free), "
-        f"at most {size_text(event['memory'])} memory beside the interpreter, {time}"
+        f"{_memory(plan, event['memory'])}, {time}"
     )
+
+
+def _memory(plan: Plan, nbytes: int) -> str:
+    """Return what a job takes, in the words of the lines that tell it while the job runs."""
+    if (plan.quantization or {}).get("device") == "cuda":
+        return f"about {size_text(nbytes)} memory, host and card together, libraries included"
+    return f"at most {size_text(nbytes)} memory, libraries included"
 
 
 def _existing(path: Path) -> Path:

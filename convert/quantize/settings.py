@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 STAGE_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # of experts' Hessians that exist at a time, one at the least
+WITNESS = 512  # tokens whose predictions are compared with the source's in the end
 
 
 @dataclass(frozen=True, slots=True)

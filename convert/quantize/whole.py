@@ -20,14 +20,13 @@ from w4pack.convert.quantize.evaluation import divergence
 from w4pack.convert.quantize.layer import LayerWork
 from w4pack.convert.quantize.linears import Quantized
 from w4pack.convert.quantize.overflow import not_finite, size
-from w4pack.convert.quantize.settings import Settings
+from w4pack.convert.quantize.settings import WITNESS, Settings
 from w4pack.convert.quantize.skeleton import Between, Nothing, build
 from w4pack.convert.quantize.stream import Stream, batches_of
 from w4pack.convert.quantize.team import Team
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # in one run of a layer
 ROOM = 0.9  # of a card's memory: what is beyond may be another process's
-WITNESS = 512  # tokens whose predictions are compared with the source's in the end
 
 
 @dataclass(frozen=True, slots=True)

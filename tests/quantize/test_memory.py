@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import weakref
@@ -160,3 +161,26 @@ def test_f77_the_peak_with_64_experts_is_that_with_16(book: Path, tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     few, many = (int(line) / 1024 for line in done.stdout.splitlines() if line.isdigit())
     assert many - few < 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--quantize", "rtn"),
+        ("--quantize", "gptq", "--samples", 8, "--seqlen", 64),
+        ("--to", "dense", "--rotate", "offline"),
+        ("--quantize", "gptq", "--samples", 2, "--seqlen", 64, "--rotate", "full", "--kv-bits", 4),
+    ],
+    ids=["rtn", "gptq", "rotated", "rotated, 4-bit cache"],
+)
+def test_the_plan_s_memory_is_what_the_process_stays_below(options: tuple[Any, ...], tmp_path: Path) -> None:
+    """The number that is told, too: resident at most, with Python and torch. And not far below."""
+    model = sources.llama(hidden_size=512, intermediate_size=1536, head_dim=64, vocab_size=8000)
+    source = sources.save(model, tmp_path / "src")
+    words = ["convert", source, tmp_path / "out", *options, "--threads", 1, "--json"]
+    command = [sys.executable, "-c", MEASURED, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    *events, peak = done.stdout.splitlines()
+    (planned,) = (json.loads(e)["memory"] for e in events if '"event": "plan"' in e)
+    assert 0.4 * planned < int(peak) * 1024 < planned

@@ -23,7 +23,7 @@ def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_peak_is_the_kernel_s(status: Path) -> None:
     status.write_text("Name:\tpython\nVmPeak:\t 900 kB\nVmHWM:\t   1536 kB\nVmRSS:\t 1000 kB\n")
     assert peaks.host_peak() == 1536 * 1024
-    assert peaks.peak_text(torch.device("cpu")) == "1.50 MiB of the host"
+    assert peaks.peak_text(torch.device("cpu")) == "1.50 MiB memory, libraries included"
 
 
 @pytest.mark.parametrize("text", [None, "Name:\tpython\n"])
@@ -37,7 +37,9 @@ def test_elsewhere_it_is_that_of_getrusage(status: Path, text: str | None) -> No
 def test_a_card_s_peak_stands_beside_it(status: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status.write_text("VmHWM:\t 2048 kB\n")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
-    assert peaks.peak_text(torch.device("cuda:1")) == "2.00 MiB of the host, 3.00 GiB of cuda:1"
+    assert (
+        peaks.peak_text(torch.device("cuda:1")) == "2.00 MiB memory, libraries included, 3.00 GiB of cuda:1"
+    )
 
 
 @pytest.mark.parametrize(("method", "notes"), [("gptq", 2), ("rtn", 1)])
@@ -51,6 +53,6 @@ def test_every_layer_tells_it(
     told = [
         e["text"]
         for e in done.events
-        if e["event"] == "note" and "at most 77.00 MiB of the host" in e["text"]
+        if e["event"] == "note" and "at most 77.00 MiB memory, libraries included" in e["text"]
     ]
     assert len(told) == notes, [e for e in done.events if e["event"] == "note"]
