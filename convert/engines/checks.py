@@ -1,9 +1,10 @@
 """Tests that rows of several engines share. Each returns ``(expected, found)``, findings, or nothing."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from math import lcm
 
-from w4pack.convert.core.families import rename_experts
+from w4pack.convert.core.families import expert_index, natural_key, rename_experts, split_name
 from w4pack.convert.engines.labels import first
 from w4pack.convert.engines.model import Kind, Model, pattern_of
 from w4pack.convert.engines.table import Finding
@@ -111,6 +112,28 @@ def expert_names(model: Model, tp: int) -> Iterator[Finding]:
         total = sum(len(k.names) for k in odd)
         mapped = pattern_of(rename_experts(classes, odd[0].layer.name))
         yield Finding(pattern_of(odd[0].layer.name), mapped, f"{total} modules under other names", total)
+
+
+def mixed_experts(model: Model, tp: int) -> Iterator[Finding]:
+    """Layers of whose experts not all have one scheme."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for layer in model.facts.layers:
+        if expert_index(layer.name) is not None:
+            parent, leaf = split_name(layer.name)
+            scheme = f"{layer.bits} bit g{layer.group_size} {'sym' if layer.sym else 'asym'}"
+            scheme += f"{' act-order' * (layer.act_order == 'groups')} {layer.scale_dtype}"
+            kinds[f"{split_name(parent.rstrip('.'))[0]}*.{leaf}"].add(scheme)
+    mixed = sorted((name for name, found in kinds.items() if len(found) > 1), key=natural_key)
+    if mixed:
+        found = " and ".join(sorted(kinds[mixed[0]]))
+        yield Finding(mixed[0], "one scheme in all experts of a layer", found, len(mixed))
+
+
+def partial_experts(model: Model, tp: int) -> Iterator[Finding]:
+    """Layers of whose experts some are left in 16 bit."""
+    for item in model.uneven:
+        if item.partial and item.expert:
+            yield Finding(item.where, "all experts packed, or none", item.parts, item.count)
 
 
 def stray_file(model: Model, tp: int) -> Iterator[Finding]:

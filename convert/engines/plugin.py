@@ -4,10 +4,9 @@
 whole tiles and groups, as in our own runtime; only what this engine does differently has a test of its own.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 
-from w4pack.convert.core.families import HALVED_LEAVES, expert_index, natural_key, split_name
+from w4pack.convert.core.families import HALVED_LEAVES, split_name
 from w4pack.convert.engines import checks, w4pack
 from w4pack.convert.engines.checks import Hit, key
 from w4pack.convert.engines.model import Kind, Model
@@ -65,27 +64,6 @@ def _head_tile(model: Model, kind: Kind, tp: int) -> Hit:
     return f"a padded vocabulary of a multiple of {tp} * {w4pack.TILE}", str(padded)
 
 
-def _experts(model: Model, tp: int) -> Iterator[Finding]:
-    """Experts of one layer are stacked scheme by scheme, one product each."""
-    kinds: dict[str, set[tuple[object, ...]]] = defaultdict(set)
-    for layer in model.facts.layers:
-        number = expert_index(layer.name)
-        if number is not None:
-            parent, leaf = split_name(layer.name)
-            scheme = (layer.bits, layer.group_size, layer.sym, layer.act_order, layer.scale_dtype)
-            kinds[f"{split_name(parent.rstrip('.'))[0]}*.{leaf}"].add(scheme)
-    mixed = sorted((name for name, found in kinds.items() if len(found) > 1), key=natural_key)
-    if mixed:
-        found = " and ".join(sorted(f"{s[0]} bit g{s[1]}" for s in kinds[mixed[0]]))
-        yield Finding(mixed[0], "one scheme in all experts of a layer", found, len(mixed))
-
-
-def _partial_experts(model: Model, tp: int) -> Iterator[Finding]:
-    for item in model.uneven:
-        if item.partial and item.expert:
-            yield Finding(item.where, "all experts packed, or none", item.parts, item.count)
-
-
 def _packed_experts(model: Model, tp: int) -> Iterator[Finding]:
     found = [kind for kind in model.kinds if kind.expert]
     if found:
@@ -138,11 +116,12 @@ RULES = (
     ),
     Rule(
         "vllm.plugin-experts", "note", "schemes of experts", "experts of a layer are stacked scheme by "
-        "scheme: one product for each", "convert the same scheme for all experts", whole=_experts, run=True,
+        "scheme: one product for each", "convert the same scheme for all experts",
+        whole=checks.mixed_experts, run=True,
     ),
     Rule(
         "vllm.plugin-partial-experts", "slow", "experts left in 16 bit", "each of them is run on all tokens "
-        "of a step", "--ignore all experts of that layer", whole=_partial_experts, run=True,
+        "of a step", "--ignore all experts of that layer", whole=checks.partial_experts, run=True,
     ),
     Rule(
         "vllm.plugin-lora-experts", "note", "experts", "--enable-lora is refused unless "

@@ -70,6 +70,12 @@ def online_split(model: Model, tp: int) -> Iterator[Finding]:
             yield Finding(where, f"blocks within {order}/{tp} = {share}", f"blocks of {block}")
 
 
+def online_experts(model: Model, tp: int) -> Iterator[Finding]:
+    """Experts of several schemes, where something runs between their layers."""
+    if model.quant.get("online"):
+        yield from checks.mixed_experts(model, tp)
+
+
 RULES = (
     Rule(
         "w4pack.layout", "refuses", "tensor layout", "the runtime reads the artifact only",
@@ -103,6 +109,15 @@ RULES = (
     Rule(
         "w4pack.online-split", "refuses", "online", "a rank would need values of the others",
         "convert the 16-bit model with --tp", whole=online_split,
+    ),
+    Rule(
+        "w4pack.partial-experts", "refuses", "experts left in 16 bit", "experts of a layer are stacked",
+        "--ignore all experts of that layer", whole=checks.partial_experts, run=True,
+    ),
+    Rule(
+        "w4pack.online-experts", "refuses", "online, schemes of experts", "what runs between the layers of "
+        "experts is made for one stack of them", "convert the 16-bit model with one scheme for all experts",
+        whole=online_experts, run=True,
     ),
 )  # fmt: skip
 

@@ -437,6 +437,9 @@ def online(**changes: object) -> ModelFacts:
 
 
 ORDERED = changed(block("marlin"), "down_proj", act_order="groups")
+EXPERTS = experts("marlin")
+OTHER_EXPERT = changed(EXPERTS, "experts.1.w2", bits=8)
+DENSE_EXPERT = dense("model.layers.0.block_sparse_moe.experts.1.w2")
 W4PACK = (
     Case("w4pack.layout", gptq(), artifact()),
     Case("w4pack.group", artifact(block("marlin", group_size=16)), artifact(block("marlin", group_size=-1))),
@@ -465,11 +468,19 @@ W4PACK = (
         artifact(),
     ),
     Case("w4pack.online-split", online(block=512), online(block=256), tp=2),
+    Case(
+        "w4pack.partial-experts",
+        replace(artifact(without(EXPERTS, "experts.1.w2"), MIXTRAL), dense=DENSE_EXPERT),
+        artifact(EXPERTS, MIXTRAL),
+    ),
+    Case(
+        "w4pack.online-experts",
+        replace(artifact(OTHER_EXPERT, MIXTRAL), quant_config=online(block=256).quant_config),
+        artifact(OTHER_EXPERT, MIXTRAL),
+    ),
 )
 
 PACKED_HEAD = replace(HEAD, layout="marlin", act_order="none")
-EXPERTS = experts("marlin")
-DENSE_EXPERT = dense("model.layers.0.block_sparse_moe.experts.1.w2")
 PLUGIN = (
     Case("vllm.plugin", artifact(), gptq()),
     Case("vllm.plugin-layout", artifact(block("gptq", act_order="none")), artifact()),
@@ -511,7 +522,7 @@ PLUGIN = (
     ),
     Case(
         "vllm.plugin-experts",
-        artifact(changed(EXPERTS, "experts.1.w2", bits=8), MIXTRAL),
+        artifact(OTHER_EXPERT, MIXTRAL),
         artifact(changed(EXPERTS, ".w2", bits=8), MIXTRAL),
     ),
     Case(
