@@ -22,6 +22,7 @@ class LayerFacts:
                 of 32, 64 or 128 rows; groups: a real permutation
     stored_in   rows in the file, padding included; equal to in_features except in the artifact
     zero_kind   how the zeros are stored: ``v1`` (minus one), ``v2``, ``plain``, ``none``
+    nbytes      of its tensors in the file: codes, scales, zero points, order, padding; not of the bias
     """
 
     name: str
@@ -39,6 +40,15 @@ class LayerFacts:
     zero_kind: str = "plain"
     uneven: bool = False  # groups of different sizes: only a dequantized model can hold the layer
     ambiguous_zeros: int = 0  # stored 15 (255) under a v1 label: readers differ (formats: zero points)
+    nbytes: int = 0
+
+
+def bits_per_weight(nbytes: int, weights: int) -> float:
+    """Return the bits that a file takes for each weight of its quantized linears; see ``LayerFacts.nbytes``.
+
+    The one definition, for `inspect`, the plan, ``--bpw`` and the model card.
+    """
+    return round(8 * nbytes / max(weights, 1), 4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from w4pack.convert.core import families
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import Refused, W4PackError
 from w4pack.convert.files.provider import Provider
-from w4pack.convert.planning.decisions import LayerPlan
-from w4pack.convert.planning.quantizing import bits_per_weight
+from w4pack.convert.planning.plan import packed_bytes
 from w4pack.convert.planning.targets import Target
 from w4pack.convert.quantize import grids
 
@@ -173,9 +172,8 @@ def _weights(schemes: Mapping[str, QuantScheme]) -> int:
 
 
 def _cost(schemes: Mapping[str, QuantScheme], target: Target) -> float:
-    """Return the bits that linears take, scales and zeros included."""
-    plans = [LayerPlan(name, name, "quantize", s) for name, s in schemes.items()]
-    return bits_per_weight(plans, target.layout or "") * _weights(schemes)
+    """Return the bits that linears take in the file: see ``core.facts.bits_per_weight``."""
+    return 8.0 * sum(packed_bytes(s, target.layout or "") for s in schemes.values())
 
 
 def _holds(target: Target, scheme: QuantScheme) -> bool:

@@ -17,7 +17,7 @@ from w4pack.convert.core import dtypes
 from w4pack.convert.core.facts import DenseFacts, LayerFacts, ModelFacts, Warning_
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.files import tensorfile
-from w4pack.convert.files.tensorfile import Shard, TensorInfo
+from w4pack.convert.files.tensorfile import Shard, TensorInfo, tensor_nbytes
 from w4pack.convert.planning.decide import decide
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.limits import limits
@@ -162,6 +162,12 @@ def layer_specs(
         return {"weight": (dense_tag, (scheme.out_features, scheme.in_features))}
     specs: dict[str, tuple[str, tuple[int, ...]]] = formats.get(target_layout).specs(scheme)
     return specs
+
+
+def packed_bytes(scheme: QuantScheme, layout: str) -> int:
+    """Return the bytes of a linear in a layout: all its tensors, padding included, but for the bias."""
+    specs: dict[str, tuple[str, tuple[int, ...]]] = formats.get(layout).specs(scheme)
+    return sum(tensor_nbytes(dtype, shape) for dtype, shape in specs.values())
 
 
 def make_plan(
@@ -340,6 +346,7 @@ def facts_of(config: Mapping[str, Any], plan: Plan) -> ModelFacts:
                 *stored,
                 s.scale_dtype,
                 f"{p.name}.bias" in biases,
+                nbytes=packed_bytes(s, target.layout),
             )
         )
     files = ("config.json", *sorted({t.shard for t in plan.tensors}))

@@ -4,18 +4,18 @@ Made from names and headers alone: which linears there are, what scheme each get
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from w4pack import __version__
 from w4pack.convert import formats
 from w4pack.convert.core import families
-from w4pack.convert.core.facts import Warning_
+from w4pack.convert.core.facts import Warning_, bits_per_weight
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.errors import Refused, W4PackError
 from w4pack.convert.files import tensorfile
-from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
+from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.limits import limits
 from w4pack.convert.planning.options import ConvertOptions
@@ -26,6 +26,7 @@ from w4pack.convert.planning.plan import (
     SourceFile,
     facts_of,
     layer_specs,
+    packed_bytes,
     target_settings,
 )
 from w4pack.convert.planning.quantize_options import QuantizeOptions, named_by, read_rule
@@ -119,6 +120,7 @@ def plan_quantization(
             tensors.append(tensorfile.new_tensor(names[-1], dtype, shape))
         groups.update(dict.fromkeys([*names, f"{layer.name}.bias"], layer.name))
         ops.append(Op("layer", layer.source, tuple(names)))
+    nbytes = sum(packed_bytes(layer.scheme, target.layout) for layer in kept)
     shards = tensorfile.plan_shards(tensors, options.max_shard_size, groups)
     placed = tuple(
         OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors
@@ -141,11 +143,15 @@ def plan_quantization(
         rotation=model.rotation,
         quantization={
             **record,
-            "bits_per_weight": round(bits_per_weight(kept, target.layout), 4),
+            "bits_per_weight": bits_per_weight(nbytes, sum(_weights(p.scheme) for p in kept)),
             "left_in_16_bit": {layer.name: layer.reason for layer in layers if layer.action == "dense"},
         },
     )
     return plan, limits(options, facts_of(model.config, plan))
+
+
+def _weights(scheme: QuantScheme) -> int:
+    return scheme.in_features * scheme.out_features
 
 
 def _settings(
@@ -163,16 +169,6 @@ def _settings(
 def _renamer(config: Mapping[str, Any]) -> Callable[[str], str]:
     classes = families.architectures(config)
     return lambda name: families.rename_experts(classes, name)
-
-
-def bits_per_weight(layers: Iterable[LayerPlan], layout: str) -> float:
-    """Return the bits that quantized linears take for each of their weights, scales and zeros included."""
-    total = weights = 0
-    for layer in layers:
-        specs = formats.get(layout).specs(layer.scheme)
-        total += sum(tensor_nbytes(dtype, shape) for dtype, shape in specs.values())
-        weights += layer.scheme.in_features * layer.scheme.out_features
-    return total * 8 / max(weights, 1)
 
 
 # ---- the scheme of each linear -------------------------------------------------------------------------

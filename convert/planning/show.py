@@ -206,7 +206,7 @@ def _lossless(plan: Plan) -> str:
         )
     if plan.quantization is not None:
         bits = plan.quantization["bits_per_weight"]
-        return f"no: {_count(len(plan.layers), 'linear')} quantized, {bits:g} bits per weight with scales"
+        return f"no: {_count(len(plan.layers), 'linear')} quantized, {bits:g} bits per weight in the file"
     if plan.rotation is not None:
         return "no: gains are folded and weights rotated in float64, each rounded once"
     if plan.target == "dense":

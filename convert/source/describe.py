@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from w4pack.convert.core.facts import LayerFacts, ModelFacts
+from w4pack.convert.core.facts import LayerFacts, ModelFacts, bits_per_weight
 from w4pack.convert.dialects.online import Online
 from w4pack.convert.engines.cuts import Cut, cut
 from w4pack.convert.errors import name_some
@@ -28,7 +28,7 @@ def describe(facts: ModelFacts, path: str, records: Online) -> dict[str, Any]:
         "bytes_read": facts.bytes_read,
         "bytes": facts.total_bytes,
         "parameters": weights + sum(_count(t.shape) for t in facts.dense),
-        "bits_per_weight": _bits_per_weight(facts, weights),
+        "bits_per_weight": bits_per_weight(sum(f.nbytes for f in facts.layers), weights) if layers else None,
         "max_tp": ranks.most if layers else None,
         "tp_limits": [{"where": f.where, "expected": f.expected, "found": f.found} for f in ranks.limits],
         "layers": layers,
@@ -69,23 +69,6 @@ def _count(shape: tuple[int, ...]) -> int:
     for size in shape:
         total *= size
     return total
-
-
-def _bits_per_weight(facts: ModelFacts, weights: int) -> float | None:
-    """Return bits of codes, scales and zero points per weight of the quantized linears."""
-    if not weights:
-        return None
-    bits = sum(_layer_bits(layer) for layer in facts.layers)
-    return round(bits / weights, 4)
-
-
-def _layer_bits(layer: LayerFacts) -> int:
-    groups = 1 if layer.group_size == -1 else -(-layer.in_features // layer.group_size)
-    per_scale = 32 if layer.scale_dtype == "F32" else 16
-    zero = 0 if layer.sym else layer.bits
-    return layer.in_features * layer.out_features * layer.bits + groups * layer.out_features * (
-        per_scale + zero
-    )
 
 
 def tied(facts: ModelFacts) -> list[str]:

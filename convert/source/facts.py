@@ -44,6 +44,7 @@ def layer_facts(layer: SourceLayer) -> LayerFacts:
         zero_kind=layer.zeros.kind,
         uneven=layer.order.kind == "uneven",
         ambiguous_zeros=layer.zeros.ambiguous,
+        nbytes=sum(t.nbytes for t in layer.tensors.values()),
     )
 
 
