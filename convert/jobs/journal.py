@@ -101,6 +101,7 @@ def read(path: Path, plan: Plan) -> tuple[list[Finished], int]:
             code="journal",
             where=str(path),
             found=str(err.strerror),
+            hint="start again without `--resume`",
         ) from err
     lines, end = [], 0
     for line in raw.splitlines(keepends=True):

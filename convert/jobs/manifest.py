@@ -230,6 +230,7 @@ def check(value: Any, path: Path) -> None:
             where=str(path),
             expected=str(FORMAT_VERSION),
             found=str(version),
+            hint="use the version of w4pack that wrote it, or convert its source again",
         )
     for name, sha in value["files"].items():
         if not isinstance(sha, str):

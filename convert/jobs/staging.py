@@ -347,7 +347,8 @@ class Staging:
 def check_free(out: Path, *, overwrite: bool) -> None:
     """Raise OutputError unless OUT is new, an empty folder, or may be replaced."""
     if out.is_symlink() and not out.exists():
-        raise OutputError("OUT is a link to nothing", code="output-exists", where=str(out))
+        hint = "remove the link, or choose another OUT"
+        raise OutputError("OUT is a link to nothing", code="output-exists", where=str(out), hint=hint)
     if not out.exists():
         return
     if out.is_mount():
@@ -364,6 +365,7 @@ def check_free(out: Path, *, overwrite: bool) -> None:
             where=str(out),
             expected="a new or an empty folder",
             found="a file",
+            hint="choose another OUT",
         )
     names = {p.name for p in out.iterdir()}
     if names and overwrite and not any(n in MODEL_FILES or n.endswith(".safetensors") for n in names):
@@ -398,4 +400,5 @@ def check_apart(source: Path, out: Path) -> None:
                 where=str(out),
                 expected="a folder apart from the source",
                 found=f"source {source}",
+                hint="choose another OUT",
             )

@@ -244,6 +244,7 @@ def tokenizer_of(source: Source, hint: str | None = None) -> Any:
             where=str(folder),
             expected="a tokenizer, and a config.json, that transformers reads",
             found=str(err).partition("\n")[0][:200],
+            hint="fetch the tokenizer's files again, or install what its reader needs",
         ) from err
 
 

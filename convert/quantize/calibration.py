@@ -161,6 +161,7 @@ def check_windows(windows: torch.Tensor, config: Mapping[str, Any], infos: Mappi
             where="tokenizer",
             expected=f"tokens below {known:,}, the rows of the embeddings",
             found=f"{largest:,}",
+            hint="the tokenizer's files are another model's: fetch those of this checkpoint",
         )
 
 

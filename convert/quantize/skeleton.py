@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from w4pack.convert.core import families
-from w4pack.convert.errors import Refused, SourceError, W4PackError
+from w4pack.convert.errors import FROM_16_BIT, Refused, SourceError, W4PackError
 from w4pack.convert.files.provider import Provider
 from w4pack.convert.quantize.experts import UNCALIBRATED, split_fused
 
@@ -88,6 +88,7 @@ class Skeleton:
                     where=self.checkpoint_name(path),
                     expected=str(list(tensor.shape)),
                     found=str(list(values.shape)),
+                    hint="config.json is of another model, or was changed: fetch that of this checkpoint",
                 )
             if name in owner._parameters and values.dtype not in PLAIN:
                 raise SourceError(
@@ -96,6 +97,7 @@ class Skeleton:
                     where=self.checkpoint_name(path),
                     expected=", ".join(str(d).removeprefix("torch.") for d in PLAIN),
                     found=str(values.dtype).removeprefix("torch."),
+                    hint=FROM_16_BIT,
                 )
             dtype = self._dtype_of(path, values)
             placed = values.to(device=self.device, dtype=dtype)
@@ -248,6 +250,7 @@ def _check_layers(settings: Any, provider: Provider) -> None:
             where="config.json: num_hidden_layers",
             expected=f"at most {tensors:,}",
             found=f"{count:,}",
+            hint="config.json is of another model, or shards are missing: fetch the checkpoint again",
         )
 
 
