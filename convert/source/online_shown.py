@@ -40,7 +40,7 @@ def to_json(records: Online) -> dict[str, Any]:
             "bits": dict(zip("kv", records.kv.bits, strict=True)),
             "clip": {"k": _clip(records.kv.clip_k), "v": _clip(records.kv.clip_v)},
             "group": records.kv.group,
-            "guide": records.kv.guide,
+            **({"guide": True} if records.kv.guide else {}),
         },
     }
 
@@ -57,9 +57,13 @@ def lines(online: Mapping[str, Any], later: str | None = None) -> list[str]:
     acts, cache = (_chosen(online[f"{name}_bits"], online[f"{name}_bits_allowed"]) for name in ("act", "kv"))
     return [
         *(f"transform {TRANSFORMS[h['site']]}: {_matrix(h)}" for h in online["transforms"]),
-        f"activations {acts}, cache {cache}",
+        f"activations {acts}, cache {cache}{_guided(online['cache'])}",
         *([f"clip ratios {later}"] if later else _ratios(online)),
     ]
+
+
+def _guided(cache: Mapping[str, Any] | None) -> str:
+    return ", keys with a guide in each layer" if cache and cache.get("guide") else ""
 
 
 def _matrix(h: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from rotate import tiny
 
@@ -24,6 +25,7 @@ from w4pack.convert.quantize.activations import fake_cache, fake_tokens
 from w4pack.convert.quantize.clips import RATIOS
 from w4pack.convert.rotate.constructions import matrix
 from w4pack.convert.rotate.rotated import Rotated
+from w4pack.convert.source.online import GUIDE
 
 CPU = torch.device("cpu")
 RUN = sorted(n for n in tiny.CONFIGS if n != "opt" and not n.startswith("deepseek"))
@@ -287,10 +289,32 @@ def test_the_artifact_records_everything_that_runs_online(full: tuple[Path, Path
         "attn_in", "attn_out", "mlp_in", "mlp_mid",
     }  # fmt: skip
     assert all(q.clip[4] in RATIOS[4] and q.clip[8] in RATIOS[8] for q in made.acts.values())
-    assert made.kv is not None and (made.kv.bits, made.kv.group) == ((4, 4), 16)
+    assert made.kv is not None and (made.kv.bits, made.kv.group, made.kv.guide) == ((4, 4), 16, True)
     manifest = json.loads((full[0] / "w4pack.json").read_text())
     assert manifest["options"]["quantize"]["act_bits"] == 4
     assert manifest["rotation"]["mode"] == "full"
+
+
+def guides_of(folder: Path) -> dict[str, torch.Tensor]:
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    return {name: tensor for name, tensor in stored.items() if name.endswith(GUIDE)}
+
+
+def test_the_artifact_has_a_guide_of_keys_for_each_layer(full: tuple[Path, Path]) -> None:
+    guides = guides_of(full[0])
+    assert sorted(guides) == [f"model.layers.{n}.self_attn.k_guide" for n in range(2)]
+    assert {(g.dtype, g.shape) for g in guides.values()} == {(torch.float32, (2, 4, 16))}
+    assert all(bool(part.any()) for guide in guides.values() for part in guide)
+    assert "keys with a guide in each layer" in run("inspect", full[0]).expect(0).out
+    run("verify", full[0]).expect(0)
+
+
+def test_rounding_to_nearest_knows_no_text_and_so_no_guide(heads: Path, tmp_path: Path) -> None:
+    words = ("--rotate", "full", "--quantize", "rtn", "--kv-bits", 4, "--group-size", 64)
+    convert(heads, tmp_path / "out", *words, "--threads", 1).expect(0)
+    kv = parse(online(tmp_path / "out")).kv
+    assert kv is not None and not kv.guide
+    assert not guides_of(tmp_path / "out")
 
 
 def test_a_dry_run_plans_what_the_run_measures(

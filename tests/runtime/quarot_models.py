@@ -95,8 +95,21 @@ def records(online: list[dict[str, Any]], head: int, bits: int = 4) -> list[dict
     return [*online, *acts, kv]
 
 
-def artifact(name: str, place: Path, *, group: int = 64, bits: int = 4, **changes: Any) -> Path:
-    """Write a rotated artifact; return its folder."""
+def guides(config: Mapping[str, Any], *, offset: float = 1.0) -> dict[str, torch.Tensor]:
+    """Return a random guide of keys for each layer."""
+    random = torch.Generator().manual_seed(5)
+    shape = (2, config["num_key_value_heads"], config["head_dim"])
+    sizes = torch.tensor([offset, 0.5])[:, None, None]
+    return {
+        f"model.layers.{n}.self_attn.k_guide": torch.randn(shape, generator=random) * sizes
+        for n in range(config["num_hidden_layers"])
+    }
+
+
+def artifact(
+    name: str, place: Path, *, group: int = 64, bits: int = 4, offset: float | None = None, **changes: Any
+) -> Path:
+    """Write a rotated artifact; return its folder. ``offset``: of its guides, how large; None: no guides."""
     plain = source(name, place / "source", **changes)
     folded, out = place / "folded", place / "out"
     with open_checkpoint(LocalStore(plain)) as checkpoint:
@@ -104,6 +117,7 @@ def artifact(name: str, place: Path, *, group: int = 64, bits: int = 4, **change
         provider = Rotated(CheckpointProvider(checkpoint), plan)
         tensors = {n: provider.get(n).contiguous() for n in provider.names()}
         config = {**checkpoint.config, **plan.config_changes}
+    tensors |= {} if offset is None else guides(config, offset=offset)
     folded.mkdir()
     safetensors.torch.save_file(tensors, folded / "model.safetensors", metadata={"format": "pt"})
     (folded / "config.json").write_text(json.dumps(config))
@@ -111,6 +125,8 @@ def artifact(name: str, place: Path, *, group: int = 64, bits: int = 4, **change
     convert(folded, out, quantize=QuantizeOptions(method="rtn", group_size=group, bits=bits))
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     edit_online(out, lambda _: records([dict(r) for r in plan.online], head))
+    if offset is not None:
+        edit_online(out, lambda found: [*found[:-1], {**found[-1], "guide": True}])
     return out
 
 

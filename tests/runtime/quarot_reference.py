@@ -68,6 +68,30 @@ def cached(x: torch.Tensor, bits: int, clip: float) -> torch.Tensor:
     return ((x / scale).round() + zero).clamp(0, levels).sub(zero) * scale
 
 
+def guided(x: torch.Tensor, bits: int, clip: float, guide: torch.Tensor) -> torch.Tensor:
+    """Return keys (B, heads, T, head size) as the cache has them with a guide, the offset given back.
+
+    Twice the one code is moved, to its other neighbour, after which |e|^2 + (w e)^2 is least: all are tried.
+    """
+    offset, w = guide[:, :, None].double()
+    y = (x.double() - offset).float()
+    levels = 2**bits - 1
+    low, high = y.amin(-1, keepdim=True).clamp(max=0) * clip, y.amax(-1, keepdim=True).clamp(min=0) * clip
+    scale = ((high - low) / levels).half().float().clamp(min=2.0**-14)
+    zero = (-low / scale).round().clamp(0, levels)
+    codes = ((y / scale).round() + zero).clamp(0, levels).double()
+    for _ in range(2):
+        e = codes - zero - y.double() / scale
+        move = torch.where(e > 0, -1.0, 1.0).double()
+        tried = e[..., None, :] + torch.diag_embed(move)  # a row for each code that is moved
+        costs = tried.square().sum(-1) + (tried @ w[..., None]).squeeze(-1).square()
+        costs = costs.where((codes + move >= 0) & (codes + move <= levels), torch.inf)
+        least, place = costs.min(-1, keepdim=True)
+        gains = least < e.square().sum(-1, keepdim=True) + (e * w).sum(-1, keepdim=True).square()
+        codes = codes.scatter_add(-1, place, move.gather(-1, place) * gains)
+    return ((codes - zero) * scale + offset).float()
+
+
 class FakeModel:
     """The fp32 model of an artifact.
 
@@ -86,6 +110,7 @@ class FakeModel:
         self.clips = {r["site"]: r["clip"] for r in online if r["kind"] == "act_quant"}
         self.kv = next(r for r in online if r["kind"] == "kv_quant")
         self.heads = self.artifact.config["num_attention_heads"]
+        self.guides = _guides(self.artifact)
         self.model = dense(self.artifact, place)
         for name, module in self.model.named_modules():
             site = LEAVES.get(name.rpartition(".")[2])
@@ -131,7 +156,7 @@ class FakeModel:
     def cache(self) -> DynamicCache:
         """Return an empty cache that rounds what it is given."""
         made = DynamicCache()
-        made.layer_class_to_replicate = lambda: _Rounding(self)
+        made.layer_class_to_replicate = lambda: _Rounding(self, len(made.layers))
         return made
 
     def logits(self, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -142,9 +167,9 @@ class FakeModel:
 
 
 class _Rounding(DynamicLayer):
-    def __init__(self, owner: FakeModel) -> None:
+    def __init__(self, owner: FakeModel, index: int) -> None:
         super().__init__()
-        self.owner = owner
+        self.owner, self.guide = owner, owner.guides.get(index)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         owner, bits = self.owner, self.owner.kv_bits
@@ -152,9 +177,22 @@ class _Rounding(DynamicLayer):
         record = owner.records.get(("qk", keys.shape[-1]))
         if bits != 16:
             turn = torch.eye(keys.shape[-1]).double() if record is None else hadamard(record)
-            held = cached((keys.double() @ turn).float(), bits, clip_k)
+            held = (keys.double() @ turn).float()
+            plain = self.guide is None
+            held = cached(held, bits, clip_k) if plain else guided(held, bits, clip_k, self.guide)
             keys, values = (held.double() @ turn.T).float(), cached(values, bits, clip_v)
         return super().update(keys, values)
+
+
+def _guides(artifact: Artifact) -> dict[int, torch.Tensor]:
+    """Return the guides of keys by layer."""
+    found: dict[int, torch.Tensor] = {}
+    for name in artifact.dense:
+        if name.endswith(".k_guide"):
+            path, _ = artifact.files[artifact.tensors[name].file]
+            with safetensors.safe_open(path, "pt") as file:
+                found[int(name.split(".")[2])] = file.get_tensor(name)
+    return found
 
 
 def _is_mlp(module: nn.Module) -> bool:
@@ -166,7 +204,7 @@ def dense(artifact: Artifact, place: Path) -> tf.PreTrainedModel:
     stored: dict[str, torch.Tensor] = {}
     for path, _ in artifact.files.values():
         stored |= safetensors.torch.load_file(path)
-    tensors = {name: stored[name].float() for name in artifact.dense}
+    tensors = {name: stored[name].float() for name in artifact.dense if not name.endswith(".k_guide")}
     for module, spec in artifact.specs.items():
         packed, scales = stored[f"{module}.weight"], stored[f"{module}.weight_scale"]
         whole = reference.dense(packed, scales, None, spec.bits, spec.group_size, torch.float32)

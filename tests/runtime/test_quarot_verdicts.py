@@ -93,6 +93,8 @@ CASES: dict[str, tuple[str, str | None, Change, bool]] = {
         True,
     ),
     "group of the cache": ("kv_quant", None, lambda r: {**r, "group": 32}, True),
+    "a guide that is not there": ("kv_quant", None, lambda r: {**r, "guide": True}, True),
+    "a guide that is no guide": ("kv_quant", None, lambda r: {**r, "guide": 4}, True),
     "bits without ratio": ("act_quant", "mlp_in", lambda r: {**r, "clip": {"8": 1.0}}, True),
     "other bits at a site": (
         "act_quant",

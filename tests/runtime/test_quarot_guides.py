@@ -1,0 +1,104 @@
+"""Artifacts with guides of keys in transformers: the numbers, and what does not fit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import transformers as tf  # noqa: E402
+
+import w4pack  # noqa: E402
+from runtime import quarot_models as models  # noqa: E402
+from runtime import quarot_reference as fake  # noqa: E402
+from runtime.quarot_calls import forced, layer_inputs, relative  # noqa: E402
+from w4pack.convert.errors import Refused, SourceError  # noqa: E402
+from w4pack.convert.source.online import GUIDE  # noqa: E402
+
+TOKENS = torch.randint(3, 256, (2, 33), generator=torch.Generator().manual_seed(0))
+SMALL = {"num_hidden_layers": 2}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny products are slower on many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.artifact("qwen3", tmp_path_factory.mktemp("qwen3"), offset=1.0, **SMALL)
+
+
+def _distances(out: Path, place: Path) -> list[tuple[float, float]]:
+    """How far each layer, from its own input, is from the reference, and the reference without guides."""
+    exact = fake.FakeModel(out, place, 16, 4)
+    assert len(exact.guides) == 2
+    inputs, outputs = layer_inputs(w4pack.load(out, act_bits=16, kv_bits=4), TOKENS)
+
+    def wanted() -> list[torch.Tensor]:
+        found = forced(exact.model, inputs, lambda: exact.logits(TOKENS))
+        return [y - x.float() for x, y in zip(inputs, found, strict=True)]
+
+    guided = wanted()
+    exact.guides = {}
+    found = zip(inputs, outputs, guided, wanted(), strict=True)
+    return [(relative(y - x.float(), z), relative(plain, z)) for x, y, z, plain in found]
+
+
+@pytest.mark.parametrize(("name", "offset"), [("qwen3", 1.0), ("gemma2", 0.0)])
+def test_layers_are_those_of_the_fake_quantized_model(
+    name: str, offset: float, out: Path, tmp_path: Path
+) -> None:
+    """The reference gives the offset back and tries every move of a code: the softmax sees no difference.
+
+    Roundings to 16 bit move some codes inside a layer; without guides many more are others.
+    """
+    made = out if name == "qwen3" else models.artifact(name, tmp_path / "made", offset=offset, **SMALL)
+    for found, without in _distances(made, tmp_path / "dense"):
+        assert found < 0.5 * without, (found, without)
+
+
+def test_both_ways_into_transformers_keep_them_in_float32(out: Path) -> None:
+    w4pack.register()
+    models_ = (w4pack.load(out), tf.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float16))
+    first, second = ([layer.self_attn.get_buffer(GUIDE) for layer in m.model.layers] for m in models_)
+    assert all(g.dtype == torch.float32 and bool(g.any()) for g in first)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with torch.no_grad():
+        assert torch.equal(*(m(TOKENS).logits for m in models_))
+
+
+def test_generation_reads_what_was_appended_with_guides(out: Path) -> None:
+    model = w4pack.load(out, act_bits=16)
+    whole = model.generate(TOKENS, max_new_tokens=6, do_sample=False)
+    with torch.no_grad():
+        for end in range(TOKENS.shape[1], whole.shape[1]):
+            assert torch.equal(model(whole[:, :end]).logits[:, -1].argmax(-1), whole[:, end])
+
+
+def test_a_soft_cap_refuses_an_offset(tmp_path: Path) -> None:
+    shifted = models.artifact("gemma2", tmp_path / "shifted", offset=1.0, **SMALL)
+    with pytest.raises(Refused, match="soft cap") as caught:
+        w4pack.load(shifted)
+    assert caught.value.code == "artifact-online" and GUIDE in (caught.value.where or "")
+    w4pack.load(shifted, kv_bits=16)
+
+
+def test_guides_without_a_record_are_refused(out: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    models.edit_online(
+        copy, lambda found: [*found[:-1], {k: found[-1][k] for k in found[-1] if k != "guide"}]
+    )
+    with pytest.raises(SourceError) as caught:
+        w4pack.load(copy)
+    assert caught.value.code == "extra-tensor" and GUIDE in (caught.value.where or "")
