@@ -118,8 +118,7 @@ def unquantized(row: Row, given: argparse.Namespace, seed: int) -> dict[tuple[in
         source = read_source(checkpoint, DetectOptions())
         prepared = prepare(source, options_of(row, given, seed), None, running)
         config = {**source.config, **prepared.model.config_changes}
-        texts, _ = calibration.read_texts(given.text)
-        tokens, _ = calibration.tokens_of(texts, tokenizer_of(source), given.text)
+        tokens, _ = calibration.first_tokens(given.text, tokenizer_of(source), WINDOWS * SEQLEN)
         cut = tokens[: WINDOWS * SEQLEN].view(WINDOWS, SEQLEN)
         found = {}
         for bits in row.measured:
