@@ -6,10 +6,9 @@ again, with the weights that their codes in the staging folder stand for, which 
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from w4pack.convert import formats
-from w4pack.convert.core import bitpack, dtypes, families
-from w4pack.convert.core.dequant import dequantize
+from w4pack.convert.core import dtypes, families
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.core.families import natural_key
-from w4pack.convert.core.quantlinear import GroupParams
-from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.events import Reporter, time_text, warning_fields
 from w4pack.convert.files.provider import Provider, is_finite
 from w4pack.convert.jobs import execute
@@ -40,7 +36,6 @@ from w4pack.convert.jobs.conversion import (
 from w4pack.convert.jobs.execute import Interrupted
 from w4pack.convert.jobs.journal import Finished, Journal
 from w4pack.convert.jobs.outfiles import OutFiles
-from w4pack.convert.jobs.work import Packer, pack_words
 from w4pack.convert.modeljobs.gate import check_rotation
 from w4pack.convert.modeljobs.judging import judge
 from w4pack.convert.modeljobs.mixed import told
@@ -49,6 +44,7 @@ from w4pack.convert.modeljobs.overlap import Behind, overlaps
 from w4pack.convert.modeljobs.peaks import peak_text
 from w4pack.convert.modeljobs.prepared import Prepared
 from w4pack.convert.modeljobs.rest import CardMaker, write_rest
+from w4pack.convert.modeljobs.stored import decoded, encoded
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Op, OutTensor, Plan, facts_of
 from w4pack.convert.planning.quantize_options import LEFT
@@ -416,49 +412,3 @@ class QuantizeRun:
 
     def _read(self, tensor: OutTensor) -> NDArray[Any]:
         return self.files.read(tensor).view(dtypes.numpy_dtype(tensor.dtype)).reshape(tensor.shape)
-
-
-def encoded(
-    layout: ModuleType,
-    words: NDArray[np.uint32],
-    params: GroupParams,
-    scheme: QuantScheme,
-    packer: Packer | None = None,
-) -> dict[str, NDArray[Any]]:
-    """Return every tensor of a linear in a layout's form, padded where the layout pads."""
-    grid = layout.grid(scheme.bits)
-    pad_params = getattr(layout, "pad_params", None)
-    if pad_params is not None:
-        words = _padded(words, pad_params(params, scheme)[1], scheme, layout)
-    packed = pack_words(layout, words, scheme.bits, packer)
-    _, shape = layout.specs(scheme)[grid.suffix]
-    tensors: dict[str, NDArray[Any]] = {grid.suffix: np.ascontiguousarray(packed[: shape[0], : shape[1]])}
-    tensors.update(layout.encode_params(params, scheme))
-    return tensors
-
-
-def _padded(
-    words: NDArray[np.uint32], zeros: NDArray[np.uint8], scheme: QuantScheme, layout: Any
-) -> NDArray[np.uint32]:
-    """Pad codes to whole tiles: every code of the padding is its group's zero point."""
-    rows, columns = layout.stored_size(scheme.in_features), layout.stored_size(scheme.out_features)
-    if (rows, columns) == (scheme.in_features, scheme.out_features):
-        return words
-    size = scheme.in_features if scheme.group_size == -1 else scheme.group_size
-    group = np.minimum(np.arange(rows) // size, zeros.shape[0] - 1)
-    codes = zeros[group][:, :columns].copy()
-    real = bitpack.unpack_rows(words, scheme.bits, scheme.in_features)
-    codes[: scheme.in_features, : scheme.out_features] = real
-    return bitpack.pack_rows(codes, scheme.bits)
-
-
-def decoded(layout: Any, tensors: Mapping[str, NDArray[Any]], scheme: QuantScheme) -> NDArray[np.float32]:
-    """Return the weights (K, N) float32 of a linear in a layout's form: exact products."""
-    grid = layout.grid(scheme.bits)
-    words = layout.unpack(tensors[grid.suffix], scheme.bits)
-    codes = bitpack.unpack_rows(words, scheme.bits, scheme.in_features)[:, : scheme.out_features]
-    kind = "v1" if scheme.sym else "v2"  # as ``encode_params`` writes them
-    params: GroupParams = layout.decode_params(tensors, scheme, kind)
-    params = replace(params, group=None)
-    weights: NDArray[np.float32] = dequantize(codes, params, scheme, "F32")
-    return weights

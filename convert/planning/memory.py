@@ -16,6 +16,7 @@ from w4pack.convert.quantize.settings import STAGE_BYTES, WITNESS
 
 INTERPRETER = 64 << 20  # bytes: Python, numpy and this package, 38 MiB; plan and headers of a large model
 LIBRARIES = 512 << 20  # bytes: torch, transformers, a tokenizer and a model's class, imported: 391 MiB
+LINEAR = 12 << 10  # bytes of a linear beside its tensors: module on ``meta`` (4 KiB), headers, plan, report
 BLOCKS = 192 << 20  # bytes: what threads read, reorder and write at a time (measured: benchmarks)
 ELEMENT = 44  # bytes an element of the largest tensor that is rotated: source, result, four float64 copies
 WIDE = 4  # bytes of a float32, in which everything is computed on a CPU
@@ -26,7 +27,8 @@ def peak_of(plan: Plan) -> int:
     """Return the largest resident set, in bytes, that a job is not expected to exceed."""
     if plan.quantization is None and plan.rotation is None:
         return INTERPRETER + BLOCKS
-    return LIBRARIES + (BLOCKS if plan.quantization is None else _quantized(plan)) + _rotated(plan)
+    work = BLOCKS if plan.quantization is None else _quantized(plan) + LINEAR * len(plan.layers)
+    return LIBRARIES + work + _rotated(plan)
 
 
 def _rotated(plan: Plan) -> int:
