@@ -76,7 +76,7 @@ def test_tokens_of_many_letters_only_make_it_read_more(tmp_path: Path) -> None:
 def test_a_word_that_the_first_part_cuts_is_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 characters for each of 200 tokens end within the last of 200 words."""
     monkeypatch.setattr(calibration, "LEAST", 1)
-    text = " ".join(["abc", *(f"{n:07d}" for n in range(5000))])
+    text = " ".join(["abcdefghijk", *(f"{n:07d}" for n in range(5000))])
     assert len(text[:1600].split()) == 200 and not text[:1600].endswith(" ")
     (tmp_path / "t.txt").write_text(text)
     assert made(tmp_path / "t.txt")[0].record()["digest"] == whole([text], 4, 50, 0)
