@@ -72,12 +72,11 @@ class Point:
         """Of the cache: codes and parameters."""
         return self.codes.nbytes + self.params.nbytes
 
-    def append(self) -> None:
+    def append(self, guide: torch.Tensor | None = None) -> None:
         """Quantize all of K and V."""
         start = torch.zeros(self.batch, dtype=torch.int32, device="cuda")
-        kv.kv_append(
-            self.k, self.v, self.codes, self.params, self.table, start, self.key, 0.95, 0.95, self.bits
-        )
+        pages = (self.codes, self.params, self.table)
+        kv.kv_append(self.k, self.v, *pages, start, self.key, 0.95, 0.95, self.bits, guide)
 
     def arguments(self, lengths: torch.Tensor) -> tuple[object, ...]:
         """What follows the queries."""
@@ -171,14 +170,14 @@ def chunk(point: Point, repeats: int) -> None:
 
 
 def append(point: Point, repeats: int) -> None:
-    """Print one line of the time to quantize K and V."""
-    times = race([Candidate("append", lambda i: point.append(), 1)], repeats)
+    """Print the time to quantize K and V, without and with a guide of the keys."""
+    guide = torch.randn((2, point.kv_heads, point.size), device="cuda")
+    ways = {"append": None, "append with a guide": guide}
+    times = race([Candidate(name, lambda i, g=g: point.append(g), 1) for name, g in ways.items()], repeats)
     moved = point.k.nbytes + point.v.nbytes + point.bytes
-    mine = times["append"]
-    print(
-        f"append {point.name}: {mine:.1f} us, {100 * moved / READ_RATE / mine:.0f} % of the read rate",
-        flush=True,
-    )
+    for name, time in times.items():
+        share = 100 * moved / READ_RATE / time
+        print(f"{name} {point.name}: {time:.1f} us, {share:.0f} % of the read rate", flush=True)
 
 
 def main() -> None:
