@@ -60,7 +60,7 @@ def records_of(value: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
             code="not-invertible",
             where=path,
             expected="an artifact whose codes were taken from a packed checkpoint",
-            found=f"codes chosen for {_origin(value)}, which it was rounded to",
+            found=f"codes that {_origin(value)} was rounded to",
             hint=_from_quantized(path, online=bool((source.quant_config or {}).get("online"))),
         )
     raise Refused(

@@ -33,7 +33,7 @@ def judge(found: Outcome, limit: float, prepared: Prepared, plan: Plan, staging:
         where=f"the first {found.tokens} of {prepared.windows.numel()} calibration tokens",
         expected=f"a divergence of at most {limit:g} nats a token",
         found=above(found.kl, limit),
-        hint=f"{' or '.join(_ways(prepared, plan))} lose less. The finished layers stay in {staging}: "
+        hint=f"less is lost with {_ways(prepared, plan)}. The finished layers stay in {staging}: "
         f"the same command with `--resume --max-kl {found.kl * ROOM:.2g}` publishes them",
     )
 
@@ -44,7 +44,7 @@ def above(value: float, limit: float) -> str:
     return next((text for text in texts if float(text) > limit), repr(value))
 
 
-def _ways(prepared: Prepared, plan: Plan) -> list[str]:
+def _ways(prepared: Prepared, plan: Plan) -> str:
     """Name the options that lose less, as far as the source, the target and what was given leave them."""
     options, asked = prepared.options, prepared.options.quantize
     if asked is None:
@@ -54,7 +54,7 @@ def _ways(prepared: Prepared, plan: Plan) -> list[str]:
     ways += ["`--kv-bits 16`"] if asked.kv_bits != WIDE else []
     ways += ["`--rotate offline`"] if options.rotate == "none" and _rotatable(prepared) else []
     ways += [] if asked.gptaq else ["`--gptaq`"]
-    return [*ways, "more calibration text"]
+    return " or ".join([*([", ".join(ways)] if ways else []), "more calibration text"])
 
 
 def _schemes(plan: Plan) -> list[str]:
