@@ -17,7 +17,7 @@ class KVPlan:
 
     bits       4 or 8
     transform  key of that of keys and queries
-    guide      of the keys, float32 (2, heads, size), on the device; or None
+    guide      of the keys, float32 (2, heads, size), or None
     """
 
     bits: int
@@ -48,6 +48,7 @@ class Pages:
 
     def __init__(self, rows: int, heads: int, size: int, plan: KVPlan, device: torch.device) -> None:
         self.rows, self.heads, self.size, self.plan, self.device = rows, heads, size, plan, device
+        self.guide = None if plan.guide is None else plan.guide.to(device)  # a model may be moved
         self.each = 0
         self.codes, self.params = self._empty(0)
         self.table = self._numbers()
@@ -88,7 +89,7 @@ class Pages:
             plan.clip_k,
             plan.clip_v,
             plan.bits,
-            plan.guide,
+            self.guide,
         )
 
     def attend(self, q: torch.Tensor, view: View, scale: float, window: int, softcap: float) -> torch.Tensor:
