@@ -3,7 +3,7 @@
 // Tiles of EXCHANGE_UNITS > 0 (those of many tokens): while there are many more tiles than blocks, block b takes tiles b,
 // b + grid, b + 2 grid, ... whole. At any time the blocks then work on neighbouring tiles and on the same rows of K, so
 // that each byte comes from memory once and for all others from the L2. The last round, and the tiles that do not fill
-// one, are cut. Bands of BAND token blocks keep the bytes of a round's weights and activations alike.
+// one, are cut. Bands of BAND token blocks, where there are bands, keep a round's tiles nearly square.
 //
 // What is cut, and all of other tiles: the tiles' units, laid end to end, in equal runs, one for each block. A run may
 // begin inside a tile (the block then hands that tile's sum over) and may end inside one (the block then collects the
@@ -49,7 +49,7 @@ template <class T> struct Grid {
   DEVICE static int units(const Problem &p) { return (p.k + T::UNIT_K - 1) / T::UNIT_K; }
   DEVICE static u32 tiles(const Problem &p) { return column_tiles(p) * token_blocks(p); }
   DEVICE static Place place(const Problem &p, const Segment &s) {
-    if constexpr (IN_TURNS) {
+    if constexpr (T::BAND > 0) {
       const int per_band = T::BAND * column_tiles(p), band = s.tile / per_band, at = s.tile - band * per_band;
       const int wide = min(T::BAND, token_blocks(p) - band * T::BAND);
       return {at / wide, (band * T::BAND + at % wide) * T::TOKENS};

@@ -53,8 +53,9 @@ struct Tile {
   // not waited for: such a stage is refilled one unit later. A producer waits for each stage by itself.
   static constexpr int AHEAD = PRODUCER ? STAGES : STAGES - 1 - (WARPGROUP && !SCALE_GROUPS ? 1 : 0);
 
-  // Whole tiles in turns (scheduler.cuh): units that handing sums over costs a block; token blocks of a band.
-  static constexpr int EXCHANGE_UNITS = PRODUCER && TOKENS >= 128 ? 512 / UNIT_K : 0, BAND = 8;
+  // Whole tiles in turns (scheduler.cuh): units that handing sums over costs a block. No bands: a tile's bytes of weights
+  // are few, and finding a place in a band takes registers that the producer has not.
+  static constexpr int EXCHANGE_UNITS = PRODUCER && TOKENS >= 128 ? 512 / UNIT_K : 0, BAND = 0;
 
   static constexpr int X_BYTES = TOKENS * X_ROW_BYTES * HALVES;
   static constexpr int W_BYTES = CHUNKS * UNIT_TILES * CHUNK_BYTES;
