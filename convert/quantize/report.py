@@ -43,7 +43,7 @@ def error_of(plan: _Planned) -> str:
 def _settings(plan: _Planned, outcome: Mapping[str, Any], settings: Mapping[str, tuple[Any, Any]]) -> str:
     record = plan.quantization or {}
     lines = [f"- {key.replace('_', ' ')}: {_beside(*pair)}" for key, pair in settings.items()]
-    lines.append(f"- bits per weight of the quantized linears, all that the file holds of them: {record['bits_per_weight']}")
+    lines.append(f"- bits per weight of the quantized linears, in the file: {record['bits_per_weight']}")
     text = record.get("calibration")
     if text:
         lines.append(
