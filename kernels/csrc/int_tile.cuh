@@ -42,6 +42,7 @@ struct IntTile {
   static constexpr int AHEAD = PRODUCER ? STAGES : STAGES - 1;
 
   static constexpr int EXCHANGE_UNITS = 7, BAND = 4;  // of scheduler.cuh
+  static constexpr int PRODUCER_REGISTERS = 40;
 
   static constexpr int X_BYTES = TOKENS * ROW, W_BYTES = CHUNKS * UNIT_TILES * CHUNK_BYTES;
   static constexpr int SCALE_ROW_BYTES = CHUNKS * 128;

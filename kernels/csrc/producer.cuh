@@ -145,10 +145,9 @@ template <class T> struct Producer : RingFiller<T, Producer<T>> {
 
 // A block's registers are shared out anew: what the producers can spare goes to those that multiply. The sum may not
 // pass what the block was given at its start, or the warps that ask for more wait for ever.
-constexpr int PRODUCER_REGISTERS = 40;  // a thread
 template <class T, int RESIDENT> DEVICE constexpr int multiplier_registers() {
   constexpr int WARPGROUPS = T::THREADS / 128, GIVEN = 65536 / (RESIDENT * T::BLOCK_THREADS) / 8 * 8;
-  constexpr int SPARED = ((WARPGROUPS + 1) * GIVEN - PRODUCER_REGISTERS) / WARPGROUPS / 8 * 8;
+  constexpr int SPARED = ((WARPGROUPS + 1) * GIVEN - T::PRODUCER_REGISTERS) / WARPGROUPS / 8 * 8;
   return SPARED < 240 ? SPARED : 240;
 }
 
@@ -166,7 +165,7 @@ template <class T, int RESIDENT> DEVICE constexpr int multiplier_registers() {
   __syncthreads();                                                                                                     \
   ptx::launch_dependents();                                                                                            \
   if (producer) {                                                                                                      \
-    ptx::fewer_registers<PRODUCER_REGISTERS>();                                                                        \
+    ptx::fewer_registers<T::PRODUCER_REGISTERS>();                                                                       \
     if (slot < T::SLOTS)                                                                                               \
       WARP(PROBLEM, MAP, static_cast<int>(threadIdx.x % 32)).run(Ring<T>(ptx::shared_address(shared), slot), slot);    \
   } else {                                                                                                             \

@@ -54,8 +54,9 @@ struct Tile {
   static constexpr int AHEAD = PRODUCER ? STAGES : STAGES - 1 - (WARPGROUP && !SCALE_GROUPS ? 1 : 0);
 
   // Whole tiles in turns (scheduler.cuh): units that handing sums over costs a block. No bands: a tile's bytes of weights
-  // are few, and finding a place in a band takes registers that the producer has not.
+  // are few, and finding a place in a band takes registers.
   static constexpr int EXCHANGE_UNITS = PRODUCER && TOKENS >= 128 ? 512 / UNIT_K : 0, BAND = 0;
+  static constexpr int PRODUCER_REGISTERS = 56;  // of a thread of a producer
 
   static constexpr int X_BYTES = TOKENS * X_ROW_BYTES * HALVES;
   static constexpr int W_BYTES = CHUNKS * UNIT_TILES * CHUNK_BYTES;
