@@ -3,8 +3,8 @@
 One process for each GPU (or CPU), started by torchrun. The first one leads: it alone chooses codes and writes
 files, and sends the others the weights that its codes stand for. All make the same collective calls in the
 same order, so what may differ between them (which experts saw a token, whether an earlier run has finished a
-layer) is decided by the leader. Words and counts go from CPU to CPU, also between cards: such a connection breaks
-when its other end is gone, one of cards does not.
+layer) is decided by the leader. Words and counts go from CPU to CPU, also between cards: such a connection
+breaks when its other end is gone, one of cards does not.
 """
 
 import os
@@ -83,11 +83,12 @@ class Team:
         dist.destroy_process_group()
 
     def abandon(self) -> None:
-        """Leave where others still wait for a call of this process: cards would wait for one another for ever."""
-        if self.device == "cpu":
+        """Leave where others still wait for a call of this process: cards would wait for ever."""
+        joined = dist.group.WORLD
+        if self.device == "cpu" or joined is None:
             self.leave()
         else:
-            dist.group.WORLD.abort()  # type: ignore[attr-defined]
+            joined.abort()
 
 
 def team_of(device: str) -> Team | None:
