@@ -134,7 +134,8 @@ def watched(layer: nn.Module, into: Sums) -> Iterator[None]:
     """
     from transformers import AttentionInterface
 
-    configs: dict[int, Any] = {id(m.config): m.config for m in layer.modules() if hasattr(m, "config")}
+    found = [getattr(module, "config", None) for module in layer.modules()]
+    configs: dict[int, Any] = {id(c): c for c in found if hasattr(c, "_attn_implementation")}
     own: dict[int, str] = {key: config._attn_implementation for key, config in configs.items()}
 
     def attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, *args: Any, **more: Any) -> Any:
