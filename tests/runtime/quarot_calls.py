@@ -19,6 +19,8 @@ from w4pack.kernels.quarot import int_moe_ops, int_ops, orders_int, quantize_ops
 from w4pack.kernels.quarot.calls import GroupedProduct
 from w4pack.kernels.quarot.transform import Transform
 
+EXACT_TIE = 1e-6  # of a step: what fp64 itself may be off
+
 
 class Call(NamedTuple):
     """One call of an operator."""
@@ -110,7 +112,11 @@ def exact_values(call: Call) -> tuple[Any, int, float, int]:
 
 
 def check_codes(call: Call) -> int:
-    """Check codes and scales of a call; return how many codes differ from the definition's: at ties alone."""
+    """Check codes and scales of a call: codes differ from the definition's at ties alone.
+
+    Returns how many do where exact arithmetic sees no tie. Exact ties are many in 8 bit where nothing is
+    transformed: in a row whose largest value is a multiple of 127 steps of 16 bit.
+    """
     y, bits, clip, order = exact_values(call)
     codes, scales = call.result
     most = 2 ** (bits - 1) - 1
@@ -127,7 +133,7 @@ def check_codes(call: Call) -> int:
     near = most * (2**-9 if behind else 4e-5)
     far = ((steps - natural).abs() - 0.5)[off != 0]
     assert float(far.max() if far.numel() else 0) <= near
-    return int((off != 0).sum())
+    return int((far > EXACT_TIE).sum())
 
 
 def check_product(call: Call) -> None:
