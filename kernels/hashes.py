@@ -8,10 +8,11 @@ changed it may have meant to.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from w4pack.convert.errors import Refused, SourceError, W4PackError
 from w4pack.convert.files import samples
@@ -50,10 +51,16 @@ def check(artifact: Artifact, names: Iterable[str], threads: int | None = None) 
 def check_samples(artifact: Artifact) -> None:
     """Raise SourceError that names every tensor that has the bytes of another one of the same artifact.
 
-    Reads half a kilobyte of each. Nothing is compared where the manifest is missing, or of a version of
-    w4pack that wrote no samples.
+    Also for a config.json that has lost its ``online`` records: the weights are rotated for them. Reads half
+    a kilobyte of each tensor. Nothing is compared where the manifest is missing, or of a version of w4pack
+    that wrote no samples.
     """
-    written = _read(artifact.folder, "sample", in_all=False) or {}
+    manifest = _manifest(artifact.folder)
+    if manifest is None:
+        return
+    if not artifact.quant.get("online") and _ran_online(manifest):
+        raise _lost_records(artifact)
+    written = _of_tensors(artifact.folder, manifest, "sample", in_all=False)
     infos = [info for name, info in artifact.tensors.items() if name in written]
     infos.sort(key=lambda info: (info.file, info.offset))
     parts = [infos[at : at + TOGETHER] for at in range(0, len(infos), TOGETHER)]
@@ -115,27 +122,62 @@ def read_hashes(folder: Path) -> dict[str, str]:
 
     Raises SourceError if there is no manifest, or none that can be used.
     """
-    found = _read(folder, "sha256", in_all=True)
-    if found is None:
+    manifest = _manifest(folder)
+    if manifest is None:
         raise SourceError(
             "the artifact has no manifest to check against", code="no-manifest", where=str(folder / MANIFEST)
         )
-    return found
+    return _of_tensors(folder, manifest, "sha256", in_all=True)
 
 
-def _read(folder: Path, key: str, *, in_all: bool) -> dict[str, str] | None:
-    """Return tensor name -> what the manifest of an artifact says of it; None without one.
+def _ran_online(manifest: Mapping[str, Any]) -> bool:
+    """Return whether the artifact was made with work between its layers, by the options of the conversion."""
+    options = manifest.get("options")
+    asked = options if isinstance(options, dict) else {}
+    quantize = asked.get("quantize")
+    bits = [quantize.get(name, 16) for name in ("act_bits", "kv_bits")] if isinstance(quantize, dict) else []
+    return asked.get("rotate") == "full" or any(b != 16 for b in bits)
 
-    in_all  of every tensor, or the manifest is incomplete
-    Raises SourceError for one that cannot be used.
-    """
+
+def _lost_records(artifact: Artifact) -> SourceError:
+    return SourceError(
+        "config.json has lost what runs between the layers: these weights would compute another model",
+        code="artifact-online",
+        where=f"{artifact.folder / 'config.json'}: quantization_config.online",
+        expected=f"the records, as the options in {MANIFEST} say",
+        found="none",
+        hint=f"w4pack verify {artifact.folder}; take config.json as it was written",
+    )
+
+
+def _manifest(folder: Path) -> Mapping[str, Any] | None:
+    """Return the manifest of an artifact, None without one. Raises SourceError for one that is no object."""
     with LocalStore(folder) as store:
         if MANIFEST not in store.files():
             return None
         where, raw = store.path_of(MANIFEST), store.read(MANIFEST, LIMIT)
     try:
-        tensors = json.loads(raw)["tensors"]
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as err:
+        raise _unreadable(where, err) from err
+    if not isinstance(found, dict):
+        raise _unreadable(where, TypeError("no object"))
+    return found
+
+
+def _of_tensors(folder: Path, manifest: Mapping[str, Any], key: str, *, in_all: bool) -> dict[str, str]:
+    """Return tensor name -> what a manifest says of it.
+
+    in_all  of every tensor, or the manifest is incomplete
+    Raises SourceError for one that cannot be used.
+    """
+    try:
+        tensors = manifest["tensors"]
         return {str(name): str(entry[key]) for name, entry in tensors.items() if in_all or key in entry}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
-        found = f"{type(err).__name__}: {err}".partition("\n")[0][:200]
-        raise SourceError("the manifest cannot be read", code="manifest", where=where, found=found) from err
+    except (KeyError, TypeError, AttributeError) as err:
+        raise _unreadable(folder / MANIFEST, err) from err
+
+
+def _unreadable(where: object, err: Exception) -> SourceError:
+    found = f"{type(err).__name__}: {err}".partition("\n")[0][:200]
+    return SourceError("the manifest cannot be read", code="manifest", where=str(where), found=found)

@@ -28,6 +28,7 @@ from w4pack.kernels.quarot.transform import Transform
 
 OPERATOR_OF = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> the operator's
 SOFTCAP = "attn_logit_softcapping"  # of a config
+LARGEST_GUIDE = 1e6  # what 15 steps of the largest scale of a cached row, in fp16, reach
 GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 
 
@@ -157,13 +158,23 @@ class _Wiring:
             module = self.model.get_submodule(self.place(layer.attention.writers[0]).rpartition(".")[0])
             guide = module.get_buffer(GUIDE) if quant.guide else None
             if guide is not None:
-                self.refuse_seen(guide_of(layer), guide)
+                self.refuse_guide(guide_of(layer), guide)
             plans[module] = replace_fields(stored, guide=guide)
         layers = self.place(self.made.at.layers[0].attention.writers[0]).partition(".layers.")[0]
         kv_attention.install(self.model, self.model.get_submodule(layers), plans)
 
-    def refuse_seen(self, name: str, guide: torch.Tensor) -> None:
-        """Refuse an offset of keys that changes what a soft cap makes of the scores."""
+    def refuse_guide(self, name: str, guide: torch.Tensor) -> None:
+        """Refuse values that no calibration finds, and an offset where scores go through a soft cap."""
+        largest = float(guide.abs().max())
+        if not largest < LARGEST_GUIDE:
+            raise Refused(
+                "the values of a guide of keys are not those of a calibration",
+                code="artifact-online",
+                where=name,
+                expected=f"numbers below {LARGEST_GUIDE:g}: no cached key is larger",
+                found=f"{largest:.3g}",
+                hint="w4pack verify with the artifact, or --kv-bits 16",
+            )
         softcap = getattr(self.model.config.get_text_config(), SOFTCAP, None)
         if softcap and bool(guide[0].any()):
             raise Refused(

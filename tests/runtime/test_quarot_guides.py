@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import transformers as tf  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 import w4pack  # noqa: E402
 from runtime import quarot_models as models  # noqa: E402
@@ -102,3 +105,33 @@ def test_guides_without_a_record_are_refused(out: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         w4pack.load(copy)
     assert caught.value.code == "extra-tensor" and GUIDE in (caught.value.where or "")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("half", [0, 1])
+def test_values_that_no_calibration_finds_are_refused(
+    value: float, half: int, out: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(out, tmp_path / "bad")
+    tensors = load_file(tmp_path / "bad" / "model.safetensors")
+    name = next(n for n in tensors if n.endswith(GUIDE))
+    tensors[name][half, 0, 3] = value
+    save_file(tensors, tmp_path / "bad" / "model.safetensors")
+    with pytest.raises(Refused, match="guide of keys") as caught:
+        w4pack.load(tmp_path / "bad")
+    assert name in str(caught.value.where)
+    w4pack.load(tmp_path / "bad", kv_bits=16)  # needs no guide
+
+
+@pytest.mark.parametrize("options", [{"rotate": "full"}, {"quantize": {"act_bits": 16, "kv_bits": 4}}])
+def test_a_config_that_lost_its_records_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = models.artifact("llama", tmp_path, **SMALL)
+    (folder / "w4pack.json").write_text(json.dumps({"options": options, "tensors": {}}))
+    w4pack.load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["quantization_config"].pop("online")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match="lost what runs between the layers"):
+        w4pack.load(folder)
+    (folder / "w4pack.json").unlink()
+    w4pack.load(folder)  # nothing says that there were records
