@@ -57,7 +57,9 @@ def k_order(model: Model, kind: Kind, tp: int) -> Hit:
 def online(model: Model, tp: int) -> Iterator[Finding]:
     """Records of what runs between the linears that this model has no place or no kernel for."""
     for item in model.facts.unfit:
-        cure = item.hint and f"w4pack generate, or w4pack.load, with {item.hint}"
+        cure = item.hint
+        if cure and cure.startswith("--"):  # an option alone: of what runs an artifact, not of a conversion
+            cure = f"w4pack generate, or w4pack.load, with {cure}"
         yield Finding(item.where, item.expected, item.found, cure=cure)
 
 

@@ -147,9 +147,8 @@ def misfits(records: Online, at: Place) -> Iterator[W4PackError]:
         shape = (2, at.kv_heads, records.kv.group)
         for name, found in at.guides.items():
             if found != shape:
-                yield misfit(
-                    "kv_quant", f"{name} {list(shape)}", "no such tensor" if found is None else found
-                )
+                other = "no such tensor" if found is None else list(found)
+                yield misfit("kv_quant", f"{name} {list(shape)}", other)
 
 
 def without_kernel(settings: Settings, at: Place) -> Iterator[W4PackError]:

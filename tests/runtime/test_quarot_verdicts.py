@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import safetensors.torch  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
 
 import w4pack  # noqa: E402
@@ -153,6 +154,21 @@ def test_a_head_size_without_kernel_is_said_before_it_is_loaded(tmp_path: Path) 
     loaded = refusal(lambda: w4pack.load(tmp_path / "out"))
     assert loaded is not None and (loaded.where, loaded.found) == (blocker["layer"], blocker["found"])
     assert refusal(lambda: w4pack.load(tmp_path / "out", kv_bits=16)) is None
+
+
+@pytest.mark.parametrize("found", ["no such tensor", "[3, 1, 64]"])
+def test_the_way_on_of_a_guide_is_a_sentence(found: str, out: Path, tmp_path: Path) -> None:
+    folder = edited(out, tmp_path, lambda r: {**r, "guide": True}, "kv_quant", None)
+    if found != "no such tensor":
+        (file,) = folder.glob("*.safetensors")
+        tensors = safetensors.torch.load_file(file)
+        names = [n.replace("o_proj.weight", "k_guide") for n in tensors if n.endswith("o_proj.weight")]
+        tensors |= {name: torch.zeros(3, 1, 64) for name in names}
+        safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    said = CliRunner().invoke(cli.root, ["check", str(folder), "--engine", "w4pack"])
+    assert said.exit_code == 3
+    assert found in said.stdout and "k_guide [2, 1, 64]" in said.stdout
+    assert "way on: the artifact was changed, or is another model's" in said.stdout
 
 
 def test_zero_points_are_seen_in_every_layer(out: Path, tmp_path: Path) -> None:
