@@ -115,7 +115,7 @@ def quantize(
     from w4pack.convert.modeljobs.quantized import quantize_model
 
     with _team(options, running) as (team, own), threads(own.workers):
-        prepared = prepare(source, options, origin, own, _texts(options))
+        prepared = prepare(source, options, origin, own, _texts(options), team=team)
         if team is not None and not team.leads:
             return follow(prepared, out, own, team)
         return quantize_model(

@@ -5,8 +5,6 @@ before that; what it has written can be resumed like any other run.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,7 +14,7 @@ from w4pack.convert.jobs.conversion import Report, Running
 from w4pack.convert.modeljobs.prepared import Prepared
 from w4pack.convert.modeljobs.quantized import FINISHED, QUANTIZE, REPEAT, model_run, planned
 from w4pack.convert.planning.plan import Plan
-from w4pack.convert.quantize.team import Team
+from w4pack.convert.quantize.team import Team, connected, lost
 
 
 def follow(prepared: Prepared, out: Path, running: Running, team: Team) -> Report:
@@ -26,7 +24,7 @@ def follow(prepared: Prepared, out: Path, running: Running, team: Team) -> Repor
     """
     started = time.monotonic()
     plan, warnings = planned(prepared, running)
-    with _connected():
+    with connected():
         digest = team.told()
         if digest not in (plan.digest, FINISHED):
             raise W4PackError(
@@ -52,28 +50,10 @@ def _layers(prepared: Prepared, plan: Plan, team: Team) -> None:
             elif step == REPEAT:
                 model.repeat(index, _not_asked)
             else:
-                raise _lost("it was stopped")
+                raise lost("it was stopped")
     if team.told() != FINISHED:
-        raise _lost("its result was not published")
+        raise lost("its result was not published")
 
 
 def _not_asked(name: str) -> torch.Tensor:
     raise AssertionError(f"only the leader reads {name}")
-
-
-@contextmanager
-def _connected() -> Iterator[None]:
-    """Turn a broken connection into an error that says so."""
-    try:
-        yield
-    except RuntimeError as err:  # of torch.distributed
-        raise _lost(str(err).partition("\n")[0][:160]) from err
-
-
-def _lost(reason: str) -> W4PackError:
-    return W4PackError(
-        "the leading process is gone",
-        code="team-lost",
-        found=reason,
-        hint="the same command with `--resume` goes on behind the last finished layer",
-    )

@@ -1,8 +1,9 @@
 """What is quantized: a 16-bit source, rotated or not, its calibration tokens, the device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.planning.unquantized import as_recorded, unquantized
 from w4pack.convert.quantize.calibration import Calibration, calibrate, check_windows
 from w4pack.convert.quantize.clips import ACT_DEFAULTS, KV_DEFAULTS, Clips
+from w4pack.convert.quantize.team import Team
 from w4pack.convert.rotate.plan import RotationPlan
 from w4pack.convert.rotate.rotated import Rotated
 from w4pack.convert.source.detect import Source
@@ -93,11 +95,13 @@ def prepare(
     texts: tuple[list[str], str] | None = None,
     *,
     measuring: bool = True,
+    team: Team | None = None,
 ) -> Prepared:
     """Look at a source that is to be quantized, and read its calibration text, unless that is given.
 
     measuring  whether clip ratios are found by running the model; a plan alone has the same records with
                ratios that nobody has measured
+    team       the processes that share the text: the leader runs the model for them
 
     Raises Refused for a source that is quantized already; UsageError for a text that gives nothing, windows
     that the model has no positions for, or a device that is not there; SourceError for a source without a
@@ -113,7 +117,7 @@ def prepare(
     calibration = None if asked.method == "rtn" else _calibration(source, options, found.model, texts)
     model, later = found.model, calibration is not None and runs_online(options) and not measuring
     if runs_online(options):
-        running_model = _Online(model, options, found.rotation, provider, device)
+        running_model = _Online(model, options, found.rotation, provider, device, team)
         model, provider = running_model.planned(calibration, measuring=measuring)
     return Prepared(
         source,
@@ -179,6 +183,7 @@ class _Online:
     rotation: RotationPlan | None
     provider: Provider
     device: torch.device
+    team: Team | None = None
 
     def planned(self, calibration: Calibration | None, *, measuring: bool) -> tuple[ModelTensors, Provider]:
         """Return the model with its records, and who gives its tensors.
@@ -192,10 +197,10 @@ class _Online:
         clips = Clips(dict.fromkeys(ACT_SITES, ACT_DEFAULTS), KV_DEFAULTS, KV_DEFAULTS)
         added = {} if calibration is None else guides(accounted)
         if calibration is not None and measuring:
-            transforms = [] if self.rotation is None else list(self.rotation.online)
-            runtime = runtime_of(config, model.infos, transforms, linears_of(model.infos))
             _, *heads = next(iter(added.values())).shape
-            clips, found = find_clips(config, provider, runtime, calibration.windows, self.device, heads)
+            measure = partial(self._measured, config, calibration.windows, heads)
+            # Of two cards that measure, one may break a tie in another way, and guides are in no digest.
+            clips, found = measure() if self.team is None else self.team.once(measure)
             provider = Added(provider, added, dict(zip(added, found, strict=True)))
         online = records(
             self.options, accounted, self.rotation, clips.acts, clips.keys, clips.values, guided=bool(added)
@@ -203,6 +208,15 @@ class _Online:
         infos = {**model.infos, **added}
         infos = {name: infos[name] for name in sorted(infos, key=natural_key)}
         return replace(model, online=online, infos=infos), provider
+
+    def _measured(
+        self, config: Mapping[str, Any], windows: torch.Tensor, heads: Sequence[int]
+    ) -> tuple[Clips, list[torch.Tensor]]:
+        """Run the model over text: see ``find_clips``."""
+        infos = self.model.infos
+        transforms = [] if self.rotation is None else list(self.rotation.online)
+        runtime = runtime_of(config, infos, transforms, linears_of(infos))
+        return find_clips(config, self.provider, runtime, windows, self.device, heads)
 
 
 def device_of(name: str) -> torch.device:

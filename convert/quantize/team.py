@@ -8,15 +8,19 @@ breaks when its other end is gone, one of cards does not.
 """
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from w4pack.convert.errors import UsageError
+from w4pack.convert.errors import UsageError, W4PackError
 from w4pack.convert.quantize.hessian import Statistics
+
+Made = TypeVar("Made")
 
 WAIT = timedelta(hours=2)  # for the slowest process: the leader also writes and hashes
 
@@ -69,6 +73,15 @@ class Team:
         found = [value]
         dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
         return found[0]
+
+    def once(self, make: Callable[[], Made]) -> Made:
+        """Return what the leader makes; no other process makes it. Raises W4PackError without a leader."""
+        if self.leads:
+            made: Made = self.told(make())
+            return made
+        with connected():
+            made = self.told()
+        return made
 
     def share(self, values: torch.Tensor) -> None:
         """Overwrite a tensor by the leader's."""
@@ -125,3 +138,22 @@ def _take_card(device: str) -> None:
             expected="as many cards as processes on a machine",
             found=f"{device}: {str(err).partition(chr(10))[0][:100]}",
         ) from err
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Turn a broken connection to the leader into an error that says so."""
+    try:
+        yield
+    except RuntimeError as err:  # of torch.distributed
+        raise lost(str(err).partition("\n")[0][:160]) from err
+
+
+def lost(reason: str) -> W4PackError:
+    """Return the error of a process whose leader is gone."""
+    return W4PackError(
+        "the leading process is gone",
+        code="team-lost",
+        found=reason,
+        hint="the same command with `--resume` goes on behind the last finished layer",
+    )

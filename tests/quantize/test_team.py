@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,19 @@ import torch
 
 from quantize.test_outputs import FEW, manifest, quantize, tree
 from runner import run
-from w4pack.convert.errors import UsageError
+from w4pack.convert.errors import UsageError, W4PackError
+from w4pack.convert.files.checkpoint import open_checkpoint
+from w4pack.convert.files.local import LocalStore
+from w4pack.convert.jobs.conversion import Running
+from w4pack.convert.modeljobs import prepared
+from w4pack.convert.planning.options import ConvertOptions
+from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.convert.quantize import whole
 from w4pack.convert.quantize.hessian import Statistics
 from w4pack.convert.quantize.team import Team
+from w4pack.convert.source.detect import read_source
+from w4pack.convert.source.online import GUIDE
+from w4pack.convert.source.reading import DetectOptions
 
 WORDS = ("--quantize", "gptq", "--group-size", 32, "--to", "marlin", *FEW)
 
@@ -122,3 +132,38 @@ def test_merged_sums_are_those_of_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
     assert parts[0].tokens == both.tokens == 64
     assert torch.equal(parts[0].hessian(), both.hessian())
     assert torch.equal(parts[0].mean_shift(), both.mean_shift())
+
+
+def test_only_the_leader_measures_ratios_and_guides(
+    llama: Path, book: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs online of a follower is what the leader says, although it would have found something else."""
+    asked = QuantizeOptions(method="gptq", group_size=32, samples=8, seqlen=64, calibration=str(book))
+    options = ConvertOptions(rotate="full", quantize=replace(asked, act_bits=4, kv_bits=4))
+    said: list[Any] = []
+    monkeypatch.setattr(Team, "told", lambda team, value=None: said.append(value) or value)
+
+    def made(team: Team) -> tuple[Any, list[torch.Tensor]]:
+        with open_checkpoint(LocalStore(llama)) as checkpoint:
+            source = read_source(checkpoint, DetectOptions())
+            found = prepared.prepare(source, options, None, Running(threads=1), team=team)
+            guides = [found.provider.get(n) for n in found.provider.names() if n.endswith(GUIDE)]
+        return found.model.online, guides
+
+    online, guides = made(Team(0, 2, "cpu"))
+    assert len(said) == 1 and guides and all(guide.any() for guide in guides)
+    monkeypatch.setattr(prepared, "find_clips", lambda *_: pytest.fail("a follower ran the model"))
+    monkeypatch.setattr(Team, "told", lambda team: said[0])
+    again = made(Team(1, 2, "cpu"))
+    assert again[0] == online
+    assert all(torch.equal(*pair) for pair in zip(again[1], guides, strict=True))
+
+
+def test_a_follower_whose_leader_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(team: Team) -> None:
+        raise RuntimeError("connection closed by peer\nmore")
+
+    monkeypatch.setattr(Team, "told", gone)
+    with pytest.raises(W4PackError) as caught:
+        Team(1, 2, "cpu").once(lambda: pytest.fail("it is the leader's to make"))
+    assert (caught.value.code, caught.value.found) == ("team-lost", "connection closed by peer")
