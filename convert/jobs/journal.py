@@ -153,14 +153,33 @@ def _differs(label: str, found: Any, wanted: Any, path: Path) -> Refused:
     where = str(path)
     if label == "source":
         where, found, wanted = _first_difference(found, wanted, where)
+    elif isinstance(found, dict) and isinstance(wanted, dict):
+        where, found, wanted = _differing_fields(found, wanted, where)
     return Refused(
         f"the interrupted run had another {label}",
         code="resume-differs",
         where=where,
         expected=str(wanted),
         found=str(found),
-        hint="start again without `--resume`",
+        hint="take the options of the interrupted run, or start again without `--resume`, which deletes what "
+        "that run has finished",
     )
+
+
+def _differing_fields(found: Any, wanted: Any, where: str) -> tuple[str, str, str]:
+    """Return (journal and fields, the interrupted run's values, those of now) of what differs alone."""
+    old, new = _fields(found), _fields(wanted)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    shown = [", ".join(f"{n} {side.get(n, 'absent')}" for n in names) for side in (old, new)]
+    return where, shown[0], shown[1]
+
+
+def _fields(value: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Return the values of nested objects by their names, ``quantize.bits``."""
+    out: dict[str, Any] = {}
+    for name, inner in value.items():
+        out |= _fields(inner, f"{within}{name}.") if isinstance(inner, dict) else {within + name: inner}
+    return out
 
 
 def _first_difference(found: Any, wanted: Any, where: str) -> tuple[str, str, str]:

@@ -310,6 +310,9 @@ def test_resuming_with_other_text_is_refused(
     other = sources.text(tmp_path / "book.txt", seed=5)
     done = quantize(llama, out, "--resume", text=other).expect(3)
     assert done.error["code"] == "resume-differs"
+    done = quantize(llama, out, "--resume", "--damp", "0.5", text=book).expect(3)
+    assert done.error["code"] == "resume-differs"
+    assert done.error["expected"] == "quantize.damp 0.5" and done.error["found"] == "quantize.damp 0.03"
 
 
 # ---- gates ----------------------------------------------------------------------------------------------
