@@ -5,6 +5,7 @@ model, indexes and the quantizer's config files would mislead a loader of the ou
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from w4pack.convert.files.weightset import WeightSet
 
@@ -38,6 +39,16 @@ WEIGHT_SUFFIXES = (
 )
 PARTIAL_SUFFIXES = (".incomplete", ".part", ".crdownload")
 MACHINE_FILES = (".DS_Store", "Thumbs.db")
+# patterns of names, any of which holds a tokenizer's vocabulary
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.*",
+    "*.spm",
+    "spiece.model",
+    "*.tiktoken",
+    "tekken.json",
+)
 SHARED_FOLDER = "original/"  # Llama repositories keep the first release's weights and their settings here
 
 
@@ -90,3 +101,8 @@ def _reason(name: str, weights: WeightSet, release: bool) -> str | None:
 def _shown(name: str) -> str:
     """Python carries bytes that are no UTF-8 as half surrogates, which can be neither printed nor stored."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether a folder holds a tokenizer's vocabulary; whether it can be read is not looked at."""
+    return any(file.is_file() for pattern in TOKENIZERS for file in folder.glob(pattern))

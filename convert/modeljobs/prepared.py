@@ -15,6 +15,7 @@ from w4pack.convert.dialects.online import ACT_SITES
 from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.files.provider import Added, CheckpointProvider, Provider
 from w4pack.convert.files.readahead import ReadAhead
+from w4pack.convert.files.sidefiles import TOKENIZERS, has_tokenizer
 from w4pack.convert.jobs.conversion import Running, check_device, folder_of
 from w4pack.convert.modeljobs.clipping import find_clips
 from w4pack.convert.modeljobs.complete import refuse_incomplete
@@ -32,8 +33,6 @@ from w4pack.convert.quantize.team import Team
 from w4pack.convert.rotate.plan import RotationPlan
 from w4pack.convert.rotate.rotated import Rotated
 from w4pack.convert.source.detect import Source
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,12 +240,12 @@ def tokenizer_of(source: Source, hint: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     folder = folder_of(source.checkpoint)
-    if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
+    if folder is None or not has_tokenizer(folder):
         raise SourceError(
             "no tokenizer, so no text can be read",
             code="no-tokenizer",
             where=source.checkpoint.label,
-            expected=" or ".join(TOKENIZERS[:2]),
+            expected=", ".join(TOKENIZERS),
             hint=hint,
         )
     try:

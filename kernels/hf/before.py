@@ -12,20 +12,12 @@ from w4pack.convert.console import Given, question_reporter, where_of
 from w4pack.convert.errors import HubError, SourceError, UsageError
 from w4pack.convert.files.jsonfile import read_object
 from w4pack.convert.files.local import LocalStore
+from w4pack.convert.files.sidefiles import TOKENIZERS, has_tokenizer
 from w4pack.convert.hub.resolve import HubSource, parse_source, snapshot
 from w4pack.convert.jobs.conversion import check_device
 from w4pack.kernels.artifact import open_artifact, read_config
 from w4pack.kernels.hf import online
 
-VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.*",
-    "*.spm",
-    "spiece.model",
-    "*.tiktoken",
-    "tekken.json",
-)
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 DRIVER = "libcuda.so.1"
 
@@ -87,7 +79,7 @@ def check(folder: Path, given: Given) -> None:
         SourceError: files that are broken, or no tokenizer.
     """
     online.plan(open_artifact(folder, online=True), given["act_bits"], given["kv_bits"])
-    if not any(file for pattern in VOCABULARIES for file in folder.glob(pattern)):
+    if not has_tokenizer(folder):
         raise no_tokenizer(folder, None)
     if given["system"] is not None and not _has_template(folder):
         raise no_template(folder)
@@ -132,7 +124,7 @@ def no_tokenizer(folder: Path, found: str | None) -> SourceError:
         "no tokenizer that transformers can load",
         code="no-tokenizer",
         where=str(folder),
-        expected=", ".join(VOCABULARIES),
+        expected=", ".join(TOKENIZERS),
         found=None if found is None else found.strip().partition("\n")[0][:200],
         hint="copy the tokenizer's files from the source of the artifact",
     )

@@ -16,9 +16,15 @@ from rotate import tiny
 from quantize import sources
 from quantize.test_outputs import quantize
 from runner import run
-from w4pack.convert.errors import UsageError
+from w4pack.convert.errors import SourceError, UsageError
+from w4pack.convert.files.checkpoint import open_checkpoint
+from w4pack.convert.files.local import LocalStore
 from w4pack.convert.modeljobs import quantized
+from w4pack.convert.modeljobs.prepared import tokenizer_of
 from w4pack.convert.quantize import texts
+from w4pack.convert.source.detect import read_source
+from w4pack.convert.source.reading import DetectOptions
+from w4pack.kernels.hf import before
 
 
 def changed(source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -88,6 +94,35 @@ def test_without_a_tokenizer_the_hint_is_one_that_the_command_has(
     (source / "tokenizer.json").unlink()
     assert "rtn" in quantize(source, tmp_path / "out", text=book).expect(1).error["hint"]
     assert run("eval", source, "--text", book, "--json").expect(1).error["hint"] is None
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.model", "vocab.txt", "m.spm", "spiece.model", "qwen.tiktoken", "tekken.json"]
+)
+def test_whoever_reads_text_looks_for_the_same_files(
+    name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer is tried wherever one of its files lies, before a conversion as before `generate`."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    for part in ("config.json", "model.safetensors"):
+        shutil.copy(llama / part, folder)
+    monkeypatch.setattr(before, "open_artifact", lambda *_, **__: None)
+    monkeypatch.setattr(before.online, "plan", lambda *_: None)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: "read")
+    given: dict[str, Any] = {"act_bits": None, "kv_bits": None, "system": None}
+    with open_checkpoint(LocalStore(folder)) as checkpoint:
+        source = read_source(checkpoint, DetectOptions())
+        (folder / name).mkdir()  # no file
+        with pytest.raises(SourceError, match="no text can be read") as caught:
+            tokenizer_of(source)
+        with pytest.raises(SourceError) as other:
+            before.check(folder, given)
+        assert caught.value.expected == other.value.expected
+        (folder / name).rmdir()
+        (folder / name).write_text("{}")
+        assert tokenizer_of(source) == "read"
+        before.check(folder, given)
 
 
 def test_a_tokenizer_of_another_model_is_refused(llama: Path, book: Path, tmp_path: Path) -> None:
