@@ -149,6 +149,10 @@ def misfits(records: Online, at: Place) -> Iterator[W4PackError]:
             if found != shape:
                 other = "no such tensor" if found is None else list(found)
                 yield misfit("kv_quant", f"{name} {list(shape)}", other)
+    else:
+        stray = [name for name, found in at.guides.items() if found is not None]
+        if stray:
+            yield misfit("kv_quant", f"guide: true, as there is {stray[0]}", "no guide")
 
 
 def without_kernel(settings: Settings, at: Place) -> Iterator[W4PackError]:

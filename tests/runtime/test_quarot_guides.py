@@ -14,12 +14,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import transformers as tf  # noqa: E402
+from click.testing import CliRunner  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import w4pack  # noqa: E402
 from runtime import quarot_models as models  # noqa: E402
 from runtime import quarot_reference as fake  # noqa: E402
 from runtime.quarot_calls import forced, layer_inputs, relative  # noqa: E402
+from w4pack import cli  # noqa: E402
 from w4pack.convert.errors import Refused, SourceError  # noqa: E402
 from w4pack.convert.source.online import GUIDE  # noqa: E402
 
@@ -102,9 +104,11 @@ def test_guides_without_a_record_are_refused(out: Path, tmp_path: Path) -> None:
     models.edit_online(
         copy, lambda found: [*found[:-1], {k: found[-1][k] for k in found[-1] if k != "guide"}]
     )
-    with pytest.raises(SourceError) as caught:
+    with pytest.raises(Refused) as caught:
         w4pack.load(copy)
-    assert caught.value.code == "extra-tensor" and GUIDE in (caught.value.where or "")
+    assert caught.value.code == "artifact-online" and GUIDE in (caught.value.expected or "")
+    ran = CliRunner().invoke(cli.root, ["check", str(copy), "--engine", "w4pack"])
+    assert ran.exit_code != 0 and GUIDE in ran.output
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
