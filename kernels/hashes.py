@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from w4pack.convert.errors import Refused, SourceError, W4PackError
+from w4pack.convert.errors import Refused, SourceError, VerifyError, name_some
 from w4pack.convert.files import samples
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.tensorfile import TensorInfo
@@ -49,7 +49,7 @@ def check(artifact: Artifact, names: Iterable[str], threads: int | None = None) 
 
 
 def check_samples(artifact: Artifact) -> None:
-    """Raise SourceError that names every tensor that has the bytes of another one of the same artifact.
+    """Raise VerifyError that names every tensor that has the bytes of another one of the same artifact.
 
     Also for a config.json that has lost its ``online`` records: the weights are rotated for them. Reads half
     a kilobyte of each tensor. Nothing is compared where the manifest is missing, or of a version of w4pack
@@ -74,11 +74,9 @@ def check_samples(artifact: Artifact) -> None:
         pool = stack.enter_context(ThreadPoolExecutor(READERS))
         changed = [pair for pairs in pool.map(differing, parts) for pair in pairs]
     owners = {digest: name for name, digest in written.items()} if changed else {}
-    problems: list[W4PackError] = [
-        _exchanged(info, owners[digest], artifact) for info, digest in changed if digest in owners
-    ]
-    if problems:
-        raise Refused.together(problems)
+    exchanged = {info: owners[digest] for info, digest in changed if digest in owners}
+    if exchanged:
+        raise _exchanged(exchanged, artifact)
 
 
 def _opened(artifact: Artifact, infos: Iterable[TensorInfo], stack: ExitStack) -> dict[str, WeightFile]:
@@ -86,13 +84,32 @@ def _opened(artifact: Artifact, infos: Iterable[TensorInfo], stack: ExitStack) -
     return {name: stack.enter_context(WeightFile(*artifact.files[name])) for name in files}
 
 
-def _exchanged(info: TensorInfo, owner: str, artifact: Artifact) -> SourceError:
-    return SourceError(
-        "a tensor holds the bytes that were written as another one",
+class _Exchanged(VerifyError):
+    """Tensors with the bytes of others: whose bytes each has is told of all at once."""
+
+    def __str__(self) -> str:
+        return self._text()
+
+
+def _exchanged(owners: Mapping[TensorInfo, str], artifact: Artifact) -> VerifyError:
+    """Return the error of tensors that have the bytes of others: tensor -> whose."""
+    problems = [_holds([(info, owner)], artifact) for info, owner in owners.items()]
+    err = _holds(list(owners.items()), artifact)
+    err.problems = tuple(problems) if len(problems) > 1 else ()
+    return err
+
+
+def _holds(pairs: Sequence[tuple[TensorInfo, str]], artifact: Artifact) -> VerifyError:
+    one = len(pairs) == 1
+    files = name_some(list(dict.fromkeys(info.file for info, _ in pairs)))
+    names = name_some([info.name for info, _ in pairs])
+    found = pairs[0][1] if one else name_some([f"{owner} in {info.name}" for info, owner in pairs])
+    return _Exchanged(
+        f"{'a tensor holds' if one else 'tensors hold'} the bytes that were written as another one",
         code="tensor-exchanged",
-        where=f"{info.file}, {info.name}",
+        where=f"{files}{', ' if one else ': '}{names}",
         expected=f"its own, as {MANIFEST} says",
-        found=f"those of {owner}",
+        found=f"those of {found}",
         hint=f"w4pack verify {artifact.folder}",
     )
 

@@ -50,8 +50,8 @@ def load_tensors(
 
     check_hashes  first compare every tensor that is used with the sha256 in ``w4pack.json``, not a sample
                   alone; reads the files once more, at about 1.2 GB/s a core
-    Raises as ``execute``; SourceError that names every tensor whose bytes are not those that were written, or
-    are another one's.
+    Raises as ``execute``; SourceError that names every tensor whose bytes are not those that were written;
+    VerifyError that names every one that has another one's.
     """
     if check_hashes:
         hashes.check(artifact, {p.name for t in targets.values() for p in t.parts}, threads)

@@ -56,6 +56,7 @@ def load(
             artifact does not have.
         Refused: no artifact, or one of an unknown kind; a model class without a place for a packed layer.
         SourceError: files that are broken, or that the model does not fit; hashes that differ.
+        VerifyError: tensors that were exchanged.
     """
     target, threads = _device(device), _threads(threads)
     artifact = open_artifact(path, online=True)

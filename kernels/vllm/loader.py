@@ -157,7 +157,8 @@ class W4PackModelLoader(DefaultModelLoader):
         """Check the headers once more, of the files that are read: they may have come from the Hub since.
 
         Raises:
-            SourceError: also tensors that were exchanged.
+            SourceError: see ``hashes``.
+            VerifyError: tensors that were exchanged.
         """
         found = source.of_folder(folder).artifact
         assert found is not None

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 import checkpoints  # noqa: E402
 from w4pack.convert import convert  # noqa: E402
-from w4pack.convert.errors import SourceError  # noqa: E402
+from w4pack.convert.errors import EXIT_VERIFY, SourceError, VerifyError  # noqa: E402
 from w4pack.convert.files import samples  # noqa: E402
 from w4pack.kernels import hashes, transfer  # noqa: E402
 from w4pack.kernels.artifact import open_artifact  # noqa: E402
@@ -73,13 +73,19 @@ def test_exchanged_tensors_are_named(tmp_path: Path, what: str, suffix: str) -> 
     load(tmp_path)
     moves = EXCHANGES[what]
     changed(tmp_path, lambda t: t | {f"{n}.{suffix}": t[f"{m}.{suffix}"].clone() for n, m in moves.items()})
-    with pytest.raises(SourceError) as caught:
+    with pytest.raises(VerifyError) as caught:
         load(tmp_path)
     problems = caught.value.problems or (caught.value,)
     told = {(p.code, p.where, p.found) for p in problems}
     where = "model.safetensors, {}." + suffix
     assert told == {("tensor-exchanged", where.format(n), f"those of {m}.{suffix}") for n, m in moves.items()}
     assert problems[0].hint == f"w4pack verify {tmp_path}"
+    assert {p.exit_code for p in (caught.value, *problems)} == {EXIT_VERIFY}
+    text = str(caught.value)
+    assert text.count("model.safetensors") == 1
+    assert all(f"{n}.{suffix}" in text and f"{m}.{suffix}" in text for n, m in moves.items())
+    if what == "two":
+        assert f"found: those of b.{suffix} in a.{suffix}, a.{suffix} in b.{suffix}" in text
 
 
 def test_no_more_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
