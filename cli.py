@@ -364,7 +364,12 @@ def inspect(**given: Any) -> None:
     help="Engine to ask about; all by default. Repeatable.",
 )
 @click.option(
-    "--tp", type=IntList(), default="1", show_default=True, help="Tensor parallelisms, e.g. 1,2,4,8."
+    "--tp",
+    multiple=True,
+    type=IntList(),
+    default=("1",),
+    show_default="1",
+    help="Tensor parallelisms, e.g. 1,2,4,8. Repeatable.",
 )
 @thorough_option
 @hub_options

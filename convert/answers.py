@@ -1,6 +1,7 @@
 """What ``inspect`` and ``check`` print. Data goes to stdout, warnings and notes to stderr."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from w4pack.convert import questions
@@ -28,7 +29,7 @@ def run_check(given: Given) -> bool:
     answers = questions.check(
         given["path"],
         engines=engines,
-        tp=given["tp"],
+        tp=tuple(dict.fromkeys(chain.from_iterable(given["tp"]))),
         where=where_of(given),
         thorough=given["thorough"],
         reporter=question_reporter(given),

@@ -71,6 +71,8 @@ def _packed_experts(model: Model, tp: int) -> Iterator[Finding]:
         yield Finding(found[0].where, "adapters on other layers only", "packed experts", total)
 
 
+LOWER = "vllm serve with a lower --tensor-parallel-size"
+
 RULES = (
     Rule(
         "vllm.plugin", "note", "quant_method", "with w4pack installed beside it, vLLM runs the artifact; "
@@ -89,21 +91,22 @@ RULES = (
         "convert --to marlin splits multiples of 32", test=w4pack.group,
     ),
     Rule(
-        "vllm.plugin-heads", "refuses", "attention heads", "heads cannot be split unevenly", "lower TP",
+        "vllm.plugin-heads", "refuses", "attention heads", "heads cannot be split unevenly", LOWER,
         whole=checks.heads,
     ),
     Rule(
         "vllm.plugin-n-tile", "refuses", "N per rank", "a tile is 64 columns",
-        "lower TP, or --pad-for-tp; of experts: --enable-expert-parallel", test=_n_tile, run=True,
+        f"{LOWER}, or convert with --pad-for-tp; of experts: --enable-expert-parallel",
+        test=_n_tile, run=True,
     ),
     Rule(
         "vllm.plugin-head-tile", "refuses", "vocabulary per rank", "a packed head is cut along its tiles",
-        "lower TP, or leave lm_head in 16 bit", test=_head_tile,
+        f"{LOWER}, or leave lm_head in 16 bit", test=_head_tile,
     ),
     Rule(
         "vllm.plugin-k-tile", "refuses", "K per rank, group size", "ranks hold whole tiles of 64 rows and "
-        "whole groups", "lower TP, or --pad-for-tp; of experts: --enable-expert-parallel", test=w4pack.k_tile,
-        run=True,
+        "whole groups", f"{LOWER}, or convert with --pad-for-tp; of experts: --enable-expert-parallel",
+        test=w4pack.k_tile, run=True,
     ),
     Rule(
         "vllm.plugin-k-order", "refuses", "act_perm of row-parallel modules",

@@ -102,6 +102,8 @@ def _moe_act_order(model: Model, kind: Kind, tp: int) -> Hit:
     return ("an expert shape for Marlin: the other kernel has no act-order", reason) if reason else None
 
 
+LOWER = "sglang.launch_server with a lower --tp-size"
+
 RULES = (
     Rule(
         "sglang.no-config", "wrong", "config files", "loaders only log names without a parameter: weights "
@@ -147,7 +149,7 @@ RULES = (
         "as vllm.desc-act", test=vllm.actorder, methods=("compressed-tensors",),
     ),
     Rule(
-        "sglang.heads", "refuses", "attention heads", "heads cannot be split unevenly", "lower TP",
+        "sglang.heads", "refuses", "attention heads", "heads cannot be split unevenly", LOWER,
         whole=checks.heads,
     ),
     Rule(
@@ -206,12 +208,12 @@ RULES = (
     ),
     Rule(
         "sglang.shape-tile", "refuses", "K and N per rank", "dense linears are not padded: the repack kernel "
-        "fails", "--to awq (falls back to another kernel), --pad-for-tp for the MLP, lower TP",
+        "fails", f"--to awq (falls back to another kernel), convert with --pad-for-tp for the MLP, {LOWER}",
         test=_gptq_shape, methods=("gptq", "compressed-tensors", "auto-round"),
     ),
     Rule(
         "sglang.awq-slow", "slow", "K, N per rank, group", "falls back to the old AWQ kernel",
-        "split groups, lower TP", test=_awq_slow, methods=("awq", "auto-round"),
+        f"split groups, {LOWER}", test=_awq_slow, methods=("awq", "auto-round"),
     ),
     Rule(
         "sglang.ct-asym", "refuses", "bits, zero points", "Marlin has zero points for 4 bit only",
@@ -224,14 +226,14 @@ RULES = (
     ),
     Rule(
         "sglang.k-split", "refuses", "K per rank, group size", "a group straddles two ranks",
-        "split groups, lower TP, or --pad-for-tp", test=_k_split,
+        f"split groups, {LOWER}, or convert with --pad-for-tp", test=_k_split,
     ),
     Rule(
-        "sglang.n-split", "refuses", "N per rank", "a word holds columns of two ranks", "lower TP",
+        "sglang.n-split", "refuses", "N per rank", "a word holds columns of two ranks", LOWER,
         test=vllm.n_split,
     ),
     Rule(
-        "sglang.moe-slow", "slow", "expert shapes", "Marlin's expert kernel does not take them", "lower TP",
+        "sglang.moe-slow", "slow", "expert shapes", "Marlin's expert kernel does not take them", LOWER,
         test=_moe_slow,
     ),
     Rule(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from w4pack.convert.engines import checks, kernels, plugin
 from w4pack.convert.engines.checks import Hit, key
 from w4pack.convert.engines.model import Kind, Model
+from w4pack.convert.engines.plugin import LOWER
 from w4pack.convert.engines.table import Engine, Finding, Rule
 
 VERSION = "0.32.0"
@@ -364,7 +365,7 @@ RULES = (
         "none: no target of a stock engine carries them", whole=_transform, methods=("compressed-tensors",),
     ),
     Rule(
-        "vllm.heads", "refuses", "attention heads", "heads cannot be split unevenly", "lower TP",
+        "vllm.heads", "refuses", "attention heads", "heads cannot be split unevenly", LOWER,
         whole=checks.heads,
     ),
     Rule(
@@ -457,23 +458,23 @@ RULES = (
     ),
     Rule(
         "vllm.k-split", "refuses", "K per rank, group size", "a group straddles two ranks",
-        "split groups, lower TP, or --pad-for-tp", test=_k_split,
+        f"split groups, {LOWER}, or convert with --pad-for-tp", test=_k_split,
     ),
     Rule(
-        "vllm.n-split", "refuses", "N per rank", "a word holds columns of two ranks", "lower TP",
+        "vllm.n-split", "refuses", "N per rank", "a word holds columns of two ranks", LOWER,
         test=n_split,
     ),
     Rule(
-        "vllm.moe-slow", "slow", "expert shapes", "Marlin's expert kernel does not take them", "lower TP",
+        "vllm.moe-slow", "slow", "expert shapes", "Marlin's expert kernel does not take them", LOWER,
         test=_moe_slow, methods=("gptq", "awq", "auto-round"),
     ),
     Rule(
         "vllm.moe-no-kernel", "refuses", "expert shapes", "no expert kernel takes them",
-        "lower TP, or --pad-for-tp", test=_moe_no_kernel, methods=("gptq", "awq", "auto-round"),
+        f"{LOWER}, or convert with --pad-for-tp", test=_moe_no_kernel, methods=("gptq", "awq", "auto-round"),
     ),
     Rule(
         "vllm.moe-ct", "refuses", "expert shapes", "groups must divide hidden and intermediate size",
-        "lower TP, or --pad-for-tp", test=_moe_ct, methods=("compressed-tensors",),
+        f"{LOWER}, or convert with --pad-for-tp", test=_moe_ct, methods=("compressed-tensors",),
     ),
     Rule(
         "vllm.scale-dtype", "note", "scale dtype, run dtype", "scales are copied into the run dtype",

@@ -78,6 +78,8 @@ def online_experts(model: Model, tp: int) -> Iterator[Finding]:
         yield from checks.mixed_experts(model, tp)
 
 
+LOWER = "fewer ranks of the engine that serves it"
+
 RULES = (
     Rule(
         "w4pack.layout", "refuses", "tensor layout", "the runtime reads the artifact only",
@@ -88,16 +90,16 @@ RULES = (
         test=group,
     ),
     Rule(
-        "w4pack.heads", "refuses", "attention heads", "heads cannot be split unevenly", "lower TP",
+        "w4pack.heads", "refuses", "attention heads", "heads cannot be split unevenly", LOWER,
         whole=checks.heads,
     ),
     Rule(
-        "w4pack.n-tile", "refuses", "N per rank", "a tile is 64 columns", "lower TP, or --pad-for-tp",
-        test=n_tile,
+        "w4pack.n-tile", "refuses", "N per rank", "a tile is 64 columns",
+        f"{LOWER}, or convert with --pad-for-tp", test=n_tile,
     ),
     Rule(
         "w4pack.k-tile", "refuses", "K per rank, group size", "ranks hold whole tiles of 64 rows and whole "
-        "groups", "lower TP, or --pad-for-tp", test=k_tile,
+        "groups", f"{LOWER}, or convert with --pad-for-tp", test=k_tile,
     ),
     Rule(
         "w4pack.k-order", "refuses", "act_perm of row-parallel modules",

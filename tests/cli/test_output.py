@@ -108,6 +108,29 @@ def parameters(tensors: dict[str, oracle.Tensor]) -> int:
     return count
 
 
+def test_tensor_parallelisms_add_up(source: Path) -> None:
+    words = ("check", source, "--engine", "vllm", "--json")
+    for asked, sizes in (
+        (("--tp", "1", "--tp", "2"), [1, 2]),
+        (("--tp", "4,1", "--tp", "2,4"), [4, 1, 2]),
+        ((), [1]),
+    ):
+        assert [r["tp"] for r in run(*words, *asked).data["results"]] == sizes
+
+
+def test_the_way_on_names_the_command_that_is_run_with_fewer_ranks(source: Path, out: Path) -> None:
+    """Three ranks, which no number of heads here is a multiple of."""
+    words = {
+        "vllm": "vllm serve with a lower --tensor-parallel-size",
+        "sglang": "--tp-size",
+        "w4pack": "ranks",
+    }
+    for engine, way in words.items():
+        folder = out if engine == "w4pack" else source
+        said = run("check", folder, "--engine", engine, "--tp", "3").expect(3).out
+        assert [line for line in said.splitlines() if "way on: " in line and way in line], said
+
+
 def test_check_json_has_the_documented_keys(source: Path, ordered: Path) -> None:
     done = run_process("check", source, "--engine", "vllm", "--tp", "1,2", "--json")
     answer = done.data
