@@ -709,13 +709,15 @@ def _terminate(signum: int, frame: object) -> NoReturn:
 
 
 def _stop_flag() -> "StopFlag":
-    """Return a flag that SIGINT and SIGTERM set; workers stop at the next block."""
+    """Return a flag that SIGINT and SIGTERM set: workers stop at the next block, all else at once."""
     from w4pack.convert.jobs.execute import StopFlag
 
     flag = StopFlag()
 
     def stop(signum: int, frame: object) -> None:
         flag.signum = signum
+        if not flag.watched:
+            raise _Terminated if signum == signal.SIGTERM else KeyboardInterrupt
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, stop)

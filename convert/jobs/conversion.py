@@ -488,6 +488,13 @@ def run_staged(
     plan: Plan, out: Path, running: Running, write_rest: WriteRest, operations: Operations
 ) -> manifest.Written:
     """Do a plan's operations in the staging folder and publish it. ``write_rest`` adds the other files."""
+    with running.stop.watching():
+        return _staged(plan, out, running, write_rest, operations)
+
+
+def _staged(
+    plan: Plan, out: Path, running: Running, write_rest: WriteRest, operations: Operations
+) -> manifest.Written:
     staging = Staging(out)
     check_disk(plan, staging)
     try:

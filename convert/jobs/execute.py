@@ -8,6 +8,7 @@ and the small tensors of the layers in work.
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,23 @@ class Interrupted(W4PackError):
 
 @dataclass(slots=True)
 class StopFlag:
-    """Set by a signal handler, read by the workers between tasks."""
+    """Set by a signal handler, read by the workers between tasks.
+
+    ``watched``: somebody reads it soon, and has a journal to close first. Else a handler ends the command at
+    once: planning may measure for minutes, and leaves nothing behind.
+    """
 
     signum: int | None = None
+    watched: bool = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let signals wait for whoever reads the flag within this block."""
+        self.watched = True
+        try:
+            yield
+        finally:
+            self.watched = False
 
 
 @dataclass(slots=True)

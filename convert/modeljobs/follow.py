@@ -24,7 +24,7 @@ def follow(prepared: Prepared, out: Path, running: Running, team: Team) -> Repor
     """
     started = time.monotonic()
     plan, warnings = planned(prepared, running)
-    with connected():
+    with running.stop.watching(), connected():  # a signal reaches the leader, too, which says when to stop
         digest = team.told()
         if digest not in (plan.digest, FINISHED):
             raise W4PackError(

@@ -5,7 +5,7 @@ again, with the weights that their codes in the staging folder stand for, which 
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,8 +97,10 @@ def plan_quantized(
     return plan, warnings, facts_of(source.config, plan), source
 
 
-def model_run(prepared: Prepared, plan: Plan, team: Team | None = None) -> ModelRun:
-    """Return the model of a plan, ready for its first layer."""
+def model_run(
+    prepared: Prepared, plan: Plan, team: Team | None = None, check: Callable[[], None] | None = None
+) -> ModelRun:
+    """Return the model of a plan, ready for its first layer. ``check`` may raise within a layer."""
     config = {**prepared.source.config, **plan.config_changes}
     layers = {layer.source: layer for layer in plan.layers}
     records = (plan.quant_config or {}).get("online")
@@ -112,6 +114,7 @@ def model_run(prepared: Prepared, plan: Plan, team: Team | None = None) -> Model
         _runtime(config, prepared, records, layers) if records else None,
         team,
         prepared.ahead,
+        check,
     )
 
 
@@ -235,7 +238,7 @@ class QuantizeRun:
                 self._complete(item)
 
     def run(self) -> None:
-        """Copy what stays, then quantize. Raises Interrupted between two layers."""
+        """Copy what stays, then quantize. Raises Interrupted between two batches or linears."""
         with torch.no_grad(), self.prepared.reading(), self._behind:
             for number, op in enumerate(self.plan.ops):
                 if op.kind == "copy" and number not in self.finished:
@@ -275,7 +278,9 @@ class QuantizeRun:
 
     def _in_order(self) -> None:
         _say(self.team, self.plan.digest)
-        model = model_run(self.prepared, self.plan, self.team)
+        # A team is told between two layers: within one, the others wait for sums.
+        check = self._stop_here if self.team is None else None
+        model = model_run(self.prepared, self.plan, self.team, check)
         for layer in self._layers(model):
             self._stop_here(self.team)
             left = [number for number in layer.ops if number not in self.finished]

@@ -88,6 +88,7 @@ class LayerWork:
         self.team = team
         self.sets = input_sets(list(schemes))
         self.done: dict[str, Quantized] = {}
+        self.check: Callable[[], None] | None = None  # of the stream
         self.unshifted: slice | None = None  # tokens of a batch that the shift is not learnt from
 
     def run(self, stream: Stream) -> dict[str, Quantized]:
@@ -95,6 +96,7 @@ class LayerWork:
 
         In a team: of the leader's, the others return nothing.
         """
+        self.check = stream.check
         if stream.hidden and not self.settings.sinks:
             self.unshifted = slice(0, None, stream.hidden[0].shape[1])
         if self.settings.method == "rtn" or not stream.hidden:
@@ -285,6 +287,8 @@ class LayerWork:
 
     def _quantize(self, one: InputSet) -> None:
         """Choose the codes of a set, and put what they stand for in place of the weights."""
+        if self.check is not None:
+            self.check()
         if self.team is None or self.team.leads:
             weights = {path: self._linear(path).weight for path in one.members}
             schemes = {path: self.schemes[path] for path in one.members}

@@ -4,6 +4,7 @@ How a layer is called (masks, positions, rotary tables) is asked of the model it
 with stand-ins for the layers, which write down what each is given. So no architecture needs code of its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,10 @@ class StandIn(nn.Module):
         return (made,) if self.as_tuple else made
 
 
+def _go_on() -> None:
+    """Nobody wants the work to end."""
+
+
 @dataclass(slots=True, eq=False)
 class Stream:
     """Batches of hidden states between two layers.
@@ -58,6 +63,7 @@ class Stream:
     tokens  (windows, length) int64, cut into batches of equal shape but for the last
     hidden  one (windows of the batch, length, width) tensor a batch
     calls   number of windows of a batch -> what each layer is called with
+    check   called before each run of a layer: may raise to end the work
     """
 
     skeleton: Skeleton
@@ -65,6 +71,7 @@ class Stream:
     hidden: list[torch.Tensor] = field(default_factory=list)
     calls: dict[int, list[Call]] = field(default_factory=dict)
     as_tuple: bool = False
+    check: Callable[[], None] = _go_on
 
     def begin(self) -> None:
         """Embed the tokens and learn how the layers are called."""
@@ -111,6 +118,7 @@ class Stream:
 
     def run(self, layer: nn.Module, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Return a layer's output for one batch."""
+        self.check()
         call = self.call(index, hidden)
         with torch.no_grad():
             made = layer(hidden, *call.args, **call.kwargs)

@@ -61,6 +61,7 @@ class ModelRun:
     between  what runs between the linears: statistics are of what they are given then
     team     the processes that share the windows, or None; all of them call the same methods in one order
     ahead    what ``provider`` reads through, if a thread is to read the next layer while one is in work
+    check    called before each batch and each set of linears of a layer: may raise to end the work
 
     stream   the windows in the model as it is quantized so far
     source   the windows in the source model, where the quantization looks at them, else None
@@ -78,9 +79,11 @@ class ModelRun:
         between: Between | None = None,
         team: Team | None = None,
         ahead: ReadAhead | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.between = between or Nothing()
         self.team = team
+        self.check = check
         self.ahead = ahead
         dtype = compute_dtype(device, provider, next(iter(schemes)))
         self.skeleton = build(config, provider, device, dtype)
@@ -100,6 +103,8 @@ class ModelRun:
 
     def _started(self, batches: list[torch.Tensor]) -> Stream:
         stream = Stream(self.skeleton, batches)
+        if self.check is not None:
+            stream.check = self.check
         stream.begin()
         return stream
 
