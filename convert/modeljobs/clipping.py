@@ -45,6 +45,7 @@ def find_clips(
 
     Memory: one decoder layer, embeddings and head, and about 70 times the hidden states of ``TOKENS`` tokens.
     """
+    kv_heads, size = heads
     first = next(iter(runtime.sites))
     skeleton = build(config, provider, device, compute_dtype(device, provider, first))
     skeleton.fill_outside(head=True)
@@ -63,7 +64,8 @@ def find_clips(
             skeleton.fill(layer, skeleton.prefix(index))
             with runtime.around(skeleton, layer, index, quantized=False):
                 exact.advance(layer, index)
-                guides[index] = _guide(runtime, watching, layer, index, heads)
+                sums = Sums.empty(kv_heads, size, device)
+                guides[index] = _guide(runtime, watching, layer, index, sums)
             for trial, stream in streams.items():
                 with _alone(runtime, trial, skeleton, layer, index):
                     stream.advance(layer, index)
@@ -73,11 +75,8 @@ def find_clips(
     return costs.clips(runtime.sites), list(guides.values())
 
 
-def _guide(
-    runtime: Runtime, watching: Stream, layer: nn.Module, index: int, heads: Sequence[int]
-) -> torch.Tensor:
-    """Send the watched windows through a layer, and return its guide."""
-    sums = Sums.empty(*heads)
+def _guide(runtime: Runtime, watching: Stream, layer: nn.Module, index: int, sums: Sums) -> torch.Tensor:
+    """Send the watched windows through a layer, and return its guide. ``sums``: over nothing yet."""
     with watched(layer, sums):
         watching.advance(layer, index)
     turn = runtime.turn_of_keys

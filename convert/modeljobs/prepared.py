@@ -12,7 +12,7 @@ from w4pack.convert.core.facts import Warning_
 from w4pack.convert.core.families import natural_key
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.dialects.online import ACT_SITES
-from w4pack.convert.errors import SourceError, UsageError
+from w4pack.convert.errors import SourceError, UsageError, name_some
 from w4pack.convert.files.provider import Added, CheckpointProvider, Provider
 from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.files.sidefiles import TOKENIZERS, has_tokenizer
@@ -114,10 +114,11 @@ def prepare(
     provider, ahead = _provider(source, found.rotation, device)
     refuse_incomplete(found.model, provider, asked.method)
     calibration = None if asked.method == "rtn" else _calibration(source, options, found.model, texts)
+    blind: list[str] = []
     model, later = found.model, calibration is not None and runs_online(options) and not measuring
     if runs_online(options):
         running_model = _Online(model, options, found.rotation, provider, device, team)
-        model, provider = running_model.planned(calibration, measuring=measuring)
+        model, provider, blind = running_model.planned(calibration, measuring=measuring)
     return Prepared(
         source,
         provider,
@@ -126,7 +127,7 @@ def prepare(
         origin,
         device,
         calibration,
-        (*found.warnings, *(() if calibration is None else _too_little(calibration, model))),
+        (*found.warnings, *_too_little(calibration, model), *_unguided(blind)),
         None if asked.bpw is None else _chosen(model, options, provider, asked.bpw, device),
         ahead,
         later,
@@ -184,8 +185,10 @@ class _Online:
     device: torch.device
     team: Team | None = None
 
-    def planned(self, calibration: Calibration | None, *, measuring: bool) -> tuple[ModelTensors, Provider]:
-        """Return the model with its records, and who gives its tensors.
+    def planned(
+        self, calibration: Calibration | None, *, measuring: bool
+    ) -> tuple[ModelTensors, Provider, list[str]]:
+        """Return the model with its records, who gives its tensors, and the guides that are 0.
 
         With calibration text each layer has a guide of its keys, too; they and the ratios are measured if
         asked for.
@@ -195,18 +198,20 @@ class _Online:
         accounted = model_of(config, model.infos)
         clips = Clips(dict.fromkeys(ACT_SITES, ACT_DEFAULTS), KV_DEFAULTS, KV_DEFAULTS)
         added = {} if calibration is None else guides(accounted)
+        blind: list[str] = []
         if calibration is not None and measuring:
             _, *heads = next(iter(added.values())).shape
             measure = partial(self._measured, config, calibration.windows, heads)
             # Of two cards that measure, one may break a tie in another way, and guides are in no digest.
             clips, found = measure() if self.team is None else self.team.once(measure)
+            blind = [name for name, guide in zip(added, found, strict=True) if not guide.any()]
             provider = Added(provider, added, dict(zip(added, found, strict=True)))
         online = records(
             self.options, accounted, self.rotation, clips.acts, clips.keys, clips.values, guided=bool(added)
         )
         infos = {**model.infos, **added}
         infos = {name: infos[name] for name in sorted(infos, key=natural_key)}
-        return replace(model, online=online, infos=infos), provider
+        return replace(model, online=online, infos=infos), provider, blind
 
     def _measured(
         self, config: Mapping[str, Any], windows: torch.Tensor, heads: Sequence[int]
@@ -261,8 +266,18 @@ def tokenizer_of(source: Source, hint: str | None = None) -> Any:
         ) from err
 
 
-def _too_little(calibration: Calibration, model: ModelTensors) -> tuple[Warning_, ...]:
+def _unguided(names: Sequence[str]) -> tuple[Warning_, ...]:
+    """Warn of guides that are 0: the attention of their layers was not seen."""
+    if not names:
+        return ()
+    found = "nothing was seen: the guide is 0, and keys are quantized as without one"
+    return (Warning_("guide-empty", name_some(names), "attention that transformers calls by name", found),)
+
+
+def _too_little(calibration: Calibration | None, model: ModelTensors) -> tuple[Warning_, ...]:
     """Warn where there are fewer windows than asked for, or fewer tokens than inputs of the widest linear."""
+    if calibration is None:
+        return ()
     widest = max((info.shape[1] for info in linears_of(model.infos).values()), default=0)
     found = []
     if calibration.windows.shape[0] < calibration.wanted:

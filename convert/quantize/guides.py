@@ -27,7 +27,7 @@ SEES_OFFSET = ("softcap", "s_aux", "sinks")  # arguments of an attention
 
 @dataclass(slots=True, eq=False)
 class Sums:
-    """What is summed over the queries of one layer, float64 on the CPU.
+    """What is summed over the queries of one layer, float64 on the device of the queries.
 
     keys     (kv heads, head size): weighted
     weights  (kv heads,): of the keys
@@ -41,12 +41,12 @@ class Sums:
     fixed: bool = False
 
     @staticmethod
-    def empty(kv_heads: int, size: int) -> "Sums":
+    def empty(kv_heads: int, size: int, device: torch.device | str = "cpu") -> "Sums":
         """Return sums over nothing, whose guide is 0. ``size``: of a head."""
         return Sums(
-            torch.zeros(kv_heads, size, dtype=torch.float64),
-            torch.zeros(kv_heads, dtype=torch.float64),
-            torch.zeros(kv_heads, size, size, dtype=torch.float64),
+            torch.zeros(kv_heads, size, dtype=torch.float64, device=device),
+            torch.zeros(kv_heads, dtype=torch.float64, device=device),
+            torch.zeros(kv_heads, size, size, dtype=torch.float64, device=device),
         )
 
     def add(
@@ -75,16 +75,17 @@ class Sums:
         """Add queries (group, T, size) with what their keys count (group, T, T)."""
         of_keys = (counts * q.square().sum(-1, keepdim=True)).sum((0, 1))
         weighted = (q * counts.sum(-1, keepdim=True)).flatten(0, 1)
-        self.keys[head] += (of_keys @ keys).cpu()
-        self.weights[head] += of_keys.sum().cpu()
-        self.queries[head] += (weighted.T @ q.flatten(0, 1)).cpu()
+        self.keys[head] += of_keys @ keys
+        self.weights[head] += of_keys.sum()
+        self.queries[head] += weighted.T @ q.flatten(0, 1)
 
     def guide(self, turn: Callable[[torch.Tensor], torch.Tensor] | None) -> torch.Tensor:
-        """Return the guide float32 (2, kv heads, head size). ``turn``: the transform of keys."""
-        offset = self.keys / self.weights.clamp(min=torch.finfo(torch.float64).tiny)[:, None]
+        """Return the guide float32 (2, kv heads, head size), on the CPU. ``turn``: the transform of keys."""
+        keys, weights, queries = self.keys.cpu(), self.weights.cpu(), self.queries.cpu()
+        offset = keys / weights.clamp(min=torch.finfo(torch.float64).tiny)[:, None]
         if self.fixed:
             offset = torch.zeros_like(offset)
-        found = torch.stack([offset, _direction(self.queries)]).float()
+        found = torch.stack([offset, _direction(queries)]).float()
         return found if turn is None else turn(found)
 
 
@@ -130,7 +131,8 @@ def _direction(queries: torch.Tensor) -> torch.Tensor:
 def watched(layer: nn.Module, into: Sums) -> Iterator[None]:
     """Let a decoder layer's attention add its queries, keys and values to sums.
 
-    Of attention that is not called through transformers' interface of functions nothing is seen.
+    Of attention that is not called through transformers' interface of functions nothing is seen, and the
+    guide is 0: ``modeljobs.prepared`` warns of that.
     """
     from transformers import AttentionInterface
 

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,20 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from w4pack.convert.core.families import natural_key  # noqa: E402
+from w4pack.convert.files.checkpoint import open_checkpoint  # noqa: E402
+from w4pack.convert.files.local import LocalStore  # noqa: E402
 from w4pack.convert.files.provider import Added  # noqa: E402
 from w4pack.convert.files.tensorfile import TensorInfo  # noqa: E402
+from w4pack.convert.jobs.conversion import Running  # noqa: E402
+from w4pack.convert.modeljobs import clipping  # noqa: E402
+from w4pack.convert.modeljobs.prepared import prepare  # noqa: E402
+from w4pack.convert.planning.options import ConvertOptions  # noqa: E402
+from w4pack.convert.planning.quantize_options import QuantizeOptions  # noqa: E402
 from w4pack.convert.quantize.activations import fake_keys  # noqa: E402
 from w4pack.convert.quantize.guides import WATCHED, Sums, watched  # noqa: E402
+from w4pack.convert.source.detect import read_source  # noqa: E402
+from w4pack.convert.source.online import GUIDE  # noqa: E402
+from w4pack.convert.source.reading import DetectOptions  # noqa: E402
 
 SIZE = 8
 
@@ -126,6 +138,32 @@ def test_watching_a_layer_changes_nothing_and_sees_every_query(name: str, implem
     guide = sums.guide(None)
     assert (sums.weights > 0).all() and guide[1].any()
     assert sums.fixed == (name == "gemma2") == (not guide[0].any())
+
+
+def test_sums_stay_where_the_queries_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy for each head and row would wait for the device as often."""
+    sums = Sums.empty(2, SIZE)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda _: pytest.fail("moved on the way"))
+    sums.add(*(_random(2, 2, 6, SIZE, seed=seed) for seed in range(3)), SIZE**-0.5, None)
+    assert (sums.weights > 0).all()
+    assert Sums.empty(2, SIZE, "meta").queries.device.type == "meta"
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_attention_that_is_not_seen_is_told(
+    seen: bool, llama: Path, book: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = QuantizeOptions(method="gptq", group_size=32, samples=8, seqlen=32, calibration=str(book))
+    options = ConvertOptions(quantize=replace(asked, kv_bits=4))
+    if not seen:
+        monkeypatch.setattr(clipping, "watched", lambda layer, into: nullcontext())
+    with open_checkpoint(LocalStore(llama)) as checkpoint:
+        source = read_source(checkpoint, DetectOptions())
+        found = prepare(source, options, None, Running(threads=1))
+        layers = [n for n in found.provider.names() if n.endswith(GUIDE)]
+        assert [bool(found.provider.get(n).any()) for n in layers] == [seen] * len(layers)
+    told = [w.where for w in found.warnings if w.code == "guide-empty"]
+    assert layers and told == ([] if seen else [", ".join(layers)])
 
 
 def test_the_scores_that_matter_lose_less_with_a_guide() -> None:
