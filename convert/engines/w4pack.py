@@ -65,11 +65,21 @@ def online(model: Model, tp: int) -> Iterator[Finding]:
 
 def online_split(model: Model, tp: int) -> Iterator[Finding]:
     """Transforms that mix what different ranks hold."""
-    for record in model.quant.get("online") or () if tp > 1 else ():
-        order, block, site = (record.get(name) for name in ("order", "block", "site"))
-        if site in SPLIT_SITES and order and (order % tp or order // tp % block):
+    for site, order, block in _transforms(model) if tp > 1 else ():
+        if site in SPLIT_SITES and (order % tp or order // tp % block):
             where, share = f"{checks.key(model, 'online')}: {site}", checks.count(order / tp)
             yield Finding(where, f"blocks within {order}/{tp} = {share}", f"blocks of {block}")
+
+
+def _transforms(model: Model) -> Iterator[tuple[str, int, int]]:
+    """Yield (site, order, block) of the records that are transforms; others are refused by ``online``."""
+    records = model.quant.get("online")
+    for record in records if isinstance(records, list) else ():
+        if not isinstance(record, dict):
+            continue
+        site, order, block = (record.get(name) for name in ("site", "order", "block"))
+        if isinstance(site, str) and isinstance(order, int) and isinstance(block, int) and block > 0:
+            yield site, order, block
 
 
 def online_experts(model: Model, tp: int) -> Iterator[Finding]:
