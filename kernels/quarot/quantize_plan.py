@@ -99,6 +99,7 @@ HEADS = (  # a channel is transformed across heads
 CLUSTER_BLOCKS, CLUSTER_THREADS = 8, 256  # of a row; of a block
 CLUSTER_SLICES = (7, 6)  # log2 of the columns of a block, each a kernel
 CLUSTER_ORDER = 14336  # values of a row from which the blocks' meetings pay
+CLUSTER_LONG = 28672  # values of a row from which they pay while the card holds all blocks
 
 
 def cluster_entry(dtype: str, log_slice: int) -> str:
@@ -106,13 +107,15 @@ def cluster_entry(dtype: str, log_slice: int) -> str:
     return f"hadamard_{dtype}_cluster{log_slice}"
 
 
-def cluster_rows(arch: str, multiprocessors: int) -> int:
-    """Return up to how many rows several blocks a row pay: while they take a quarter of the card.
+def cluster_rows(arch: str, multiprocessors: int, order: int) -> int:
+    """Return up to how many rows several blocks a row pay: they take a quarter of the card, or all.
 
-    On an H200 (132 multiprocessors: 4 rows) one row of 28672 values takes 4.1 us instead of 8.0; with 16,
-    128 blocks, nothing is won, and at 14336 values it is slower than a block a row.
+    On an H200 (132 multiprocessors) one row of 28672 values takes 4.1 us instead of 8.0; a product of 8 rows
+    with its transform 37.7 instead of 40.1 us, of 16 rows 40.1 instead of 41.2. At 14336 values 8 and 16 rows
+    gain nothing.
     """
-    return multiprocessors // (4 * CLUSTER_BLOCKS) if arch == "sm_90a" else 0
+    share = 1 if order >= CLUSTER_LONG else 4
+    return multiprocessors // (share * CLUSTER_BLOCKS) if arch == "sm_90a" else 0
 
 
 def cluster(transform: Transform) -> tuple[int, Dense, int] | None:
