@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from w4pack.convert import api
-from w4pack.convert.jobs.conversion import Running
+from w4pack.convert.jobs.running import Running
 from w4pack.convert.measure import evaluate
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantize_options import QuantizeOptions

@@ -164,19 +164,20 @@ def run_ours(row: Row, given: argparse.Namespace, watch: Watch) -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     from w4pack.convert import api
-    from w4pack.convert.jobs.conversion import Running
-    from w4pack.convert.modeljobs import prepared, quantized
+    from w4pack.convert.jobs.running import Running
+    from w4pack.convert.modeljobs import layerfiles, prepared, quantized, quantizerun
     from w4pack.convert.planning.options import ConvertOptions
     from w4pack.convert.planning.quantize_options import QuantizeOptions
     from w4pack.convert.quantize.skeleton import Skeleton
     from w4pack.convert.rotate.rotated import Rotated
 
     watch.around(prepared, "prepare", "load")
-    watch.around(quantized, "model_run", "load")
+    watch.around(quantizerun, "model_run", "load")
     watch.around(Skeleton, "fill", "load")
     watch.around(Rotated, "get", "quantize")
-    for name in ("_copied", "_written", "_finished", "_journal"):
-        watch.around(quantized.QuantizeRun, name, "save")
+    for name in ("copy", "write", "finished"):
+        watch.around(layerfiles.LayerFiles, name, "save")
+    watch.around(quantizerun.QuantizeRun, "_journal", "save")
     watch.around(quantized, "write_rest", "save")
     asked = QuantizeOptions(
         method="gptq",

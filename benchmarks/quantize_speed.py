@@ -36,7 +36,7 @@ import torch
 from safetensors.torch import save_file
 
 from w4pack.convert import api
-from w4pack.convert.jobs.conversion import Running
+from w4pack.convert.jobs.running import Running
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantize_options import QuantizeOptions
 
@@ -188,6 +188,8 @@ def instrument() -> Clock:
     from w4pack.convert.files.provider import CheckpointProvider
     from w4pack.convert.files.readahead import ReadAhead
     from w4pack.convert.modeljobs import overlap, quantized
+    from w4pack.convert.modeljobs.layerfiles import LayerFiles
+    from w4pack.convert.modeljobs.quantizerun import QuantizeRun
     from w4pack.convert.quantize import gptq, grids, linears, stream
     from w4pack.convert.quantize.hessian import Statistics
     from w4pack.convert.quantize.skeleton import Skeleton
@@ -208,10 +210,10 @@ def instrument() -> Clock:
         (gptq, "solve", "choosing codes"),
         (linears, "_better", "measuring errors"),
         (linears, "_finish", "packing words, to the host"),
-        (quantized.QuantizeRun, "_written", "tiles, writing"),
-        (quantized.QuantizeRun, "_finished", "hashing"),
-        (quantized.QuantizeRun, "_copied", "copied tensors"),
-        (quantized.QuantizeRun, "_journal", "fsync and journal"),
+        (LayerFiles, "write", "tiles, writing"),
+        (LayerFiles, "finished", "hashing"),
+        (LayerFiles, "copy", "copied tensors"),
+        (QuantizeRun, "_journal", "fsync and journal"),
     ):
         clock.wrap(owner, name, part)
     return clock

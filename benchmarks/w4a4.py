@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from w4pack.convert import api
-from w4pack.convert.jobs.conversion import Running
+from w4pack.convert.jobs.running import Running
 from w4pack.convert.measure import evaluate
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantize_options import QuantizeOptions
@@ -104,6 +104,7 @@ def unquantized(row: Row, given: argparse.Namespace, seed: int) -> dict[tuple[in
     """Measure the rotated 16-bit model with what runs online, clip ratios found as for an artifact."""
     import torch
 
+    from w4pack.convert.modeljobs.measuring import measure, settled
     from w4pack.convert.modeljobs.online import runtime_of
     from w4pack.convert.modeljobs.prepared import prepare, tokenizer_of
     from w4pack.convert.opening import Where, opened
@@ -117,6 +118,7 @@ def unquantized(row: Row, given: argparse.Namespace, seed: int) -> dict[tuple[in
     with threads(running.workers), opened(given.src, Where(), running.reporter) as (checkpoint, _):
         source = read_source(checkpoint, DetectOptions())
         prepared = prepare(source, options_of(row, given, seed), None, running)
+        prepared = settled(prepared, measure(prepared, running.reporter, lambda: None))
         config = {**source.config, **prepared.model.config_changes}
         tokens, _ = calibration.first_tokens(given.text, tokenizer_of(source), WINDOWS * SEQLEN)
         cut = tokens[: WINDOWS * SEQLEN].view(WINDOWS, SEQLEN)

@@ -15,15 +15,9 @@ from w4pack.convert.events import Quiet, Reporter
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.hub.resolve import HubSource, parse_source
-from w4pack.convert.jobs.conversion import (
-    CardMaker,
-    OnPlan,
-    Report,
-    Running,
-    convert_source,
-    folder_of,
-    plan_conversion,
-)
+from w4pack.convert.jobs.conversion import convert_source, plan_conversion
+from w4pack.convert.jobs.identity import folder_of
+from w4pack.convert.jobs.running import CardMaker, OnPlan, Report, Running
 from w4pack.convert.opening import Where, opened
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan, planned_facts
@@ -204,7 +198,7 @@ def unpack(
 ) -> int:
     """Turn an artifact back into its source. Returns the number of tensors, all of them proved."""
     from w4pack.convert.jobs import manifest
-    from w4pack.convert.jobs.conversion import settle_place
+    from w4pack.convert.jobs.places import settle_place
     from w4pack.convert.jobs.unpack import unpack_source
 
     running = running or Running()

@@ -22,12 +22,12 @@ from w4pack.convert.events import (
     time_text,
     warning_fields,
 )
-from w4pack.convert.jobs.conversion import MAX_KL, Report, Running, check_device
 from w4pack.convert.jobs.execute import StopFlag
+from w4pack.convert.jobs.running import MAX_KL, Report, Running, check_device
 from w4pack.convert.jobs.work import Packer, packs_tiles
 from w4pack.convert.planning.options import HUB_FILE_LIMIT, ConvertOptions
 from w4pack.convert.planning.plan import Plan
-from w4pack.convert.planning.quantize_options import CALIBRATED, QuantizeOptions
+from w4pack.convert.planning.quantize_options import CALIBRATED, QuantizeOptions, flag
 from w4pack.convert.planning.show import plan_event, text
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.quantized import require_extras
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from w4pack.convert.hub.access import Access
 
 
-OPPOSITES = {"sym": "--asym", "gptaq": "--no-gptaq"}  # what says no to an option
 PackerOn = Callable[[str], Packer | None]  # the name of a device -> what packs there; None: the CPU
 
 
@@ -82,24 +81,19 @@ def _quantize_options(given: Given) -> QuantizeOptions | None:
     chosen = {n: given[n] for n in [*names, "max_kl"] if given[n] is not None and given[n] != ()}
     if given["quantize"] is None:
         for name, value in chosen.items():
-            flag = _flag(name, value)
-            raise UsageError(f"`{flag}` has no meaning without `--quantize`", where=flag)
+            named = flag(name, value)
+            raise UsageError(f"`{named}` has no meaning without `--quantize`", where=named)
         return None
     if given["quantize"] == "rtn":
-        idle = [_flag(name, chosen[name]) for name in (*CALIBRATED, "max_kl") if name in chosen]
+        idle = [flag(name, chosen[name]) for name in (*CALIBRATED, "max_kl") if name in chosen]
         idle += ["--seed"] if given["seed"] and given["rotate"] == "none" else []
-        for flag in idle:
-            what = f"`{flag}` has no meaning with `--quantize rtn`, which calibrates nothing"
-            raise UsageError(what, where=flag, expected="--quantize gptq")
+        for named in idle:
+            what = f"`{named}` has no meaning with `--quantize rtn`, which calibrates nothing"
+            raise UsageError(what, where=named, expected="--quantize gptq")
     chosen.pop("max_kl", None)  # decides no bytes
     if "module_bits" in chosen:
         chosen["module_bits"] = tuple(chosen["module_bits"])
     return QuantizeOptions(given["quantize"], **chosen)
-
-
-def _flag(name: str, value: object) -> str:
-    """Return an option of quantization as it was given."""
-    return OPPOSITES[name] if value is False else "--" + name.replace("_", "-")
 
 
 def _packer(given: Given, options: ConvertOptions, packer_on: PackerOn) -> tuple[Packer | None, str | None]:

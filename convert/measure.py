@@ -13,7 +13,7 @@ from w4pack.convert.console import Given, print_json, question_reporter, where_o
 from w4pack.convert.errors import UsageError, W4PackError
 from w4pack.convert.events import SCHEMA, Reporter
 from w4pack.convert.jobs import manifest
-from w4pack.convert.jobs.conversion import Running, check_device
+from w4pack.convert.jobs.running import Running, check_device
 from w4pack.convert.opening import Where, opened
 from w4pack.convert.quantize.texts import Texts
 from w4pack.convert.quantized import FIRST, require_extras, threads

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import UsageError, require_extra
-from w4pack.convert.jobs.conversion import CardMaker, OnPlan, Report, Running, check_limit
+from w4pack.convert.jobs.running import CardMaker, OnPlan, Report, Running, check_limit
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.source.detect import Source
@@ -74,7 +74,9 @@ def _plan_ahead(
     missing: UsageError,
 ) -> tuple[Plan, tuple[Warning_, ...], ModelFacts, Source]:
     """Plan what names and headers decide. Raises what else is wrong; ``missing`` for what is measured."""
-    from w4pack.convert.jobs.conversion import check_device, check_place, source_files
+    from w4pack.convert.jobs.identity import source_files
+    from w4pack.convert.jobs.places import check_place
+    from w4pack.convert.jobs.running import check_device
     from w4pack.convert.planning.online import runs_online
     from w4pack.convert.planning.plan import facts_of
     from w4pack.convert.planning.quantizing import plan_quantization
@@ -115,7 +117,7 @@ def quantize(
     from w4pack.convert.modeljobs.quantized import quantize_model
 
     with _team(options, running) as (team, own), threads(own.workers):
-        prepared = prepare(source, options, origin, own, _texts(options), team=team)
+        prepared = prepare(source, options, origin, own, _texts(options))
         if team is not None and not team.leads:
             return follow(prepared, out, own, team)
         return quantize_model(
@@ -216,5 +218,5 @@ def plan_only(
     from w4pack.convert.modeljobs.quantized import plan_quantized
 
     with threads(running.workers):
-        prepared = prepare(source, options, origin, running, _texts(options), measuring=False)
+        prepared = prepare(source, options, origin, running, _texts(options))
         return plan_quantized(prepared, out, running)

@@ -16,7 +16,7 @@ from typing import Any
 from w4pack.convert.errors import EXIT_SIGINT, EXIT_SIGTERM, W4PackError
 from w4pack.convert.events import Reporter
 from w4pack.convert.jobs import journal
-from w4pack.convert.jobs.journal import Finished, Journal
+from w4pack.convert.jobs.journal import Earlier, Finished, Journal
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.work import OpRun, Recipe, Task
 from w4pack.convert.planning.plan import Plan
@@ -193,15 +193,12 @@ class Executor:
             self.log.append(batch)
 
 
-def open_journal(path: Path, plan: Plan, *, resume: bool) -> tuple[Journal, list[Finished]]:
+def open_journal(path: Path, plan: Plan, *, resume: bool) -> tuple[Journal, Earlier]:
     """Open the journal, with what an earlier run of the same job finished. Raises Refused for another job."""
-    if not resume:
-        return Journal(path, plan, fresh=True), []
-    earlier, end = journal.read(path, plan)
-    if end == 0:
-        return Journal(path, plan, fresh=True), []
-    log = Journal(path, plan, fresh=False)
-    log.cut(end)
+    earlier = journal.read(path, plan) if resume else Earlier()
+    log = Journal(path, plan, fresh=earlier.end == 0)
+    if earlier.end:
+        log.cut(earlier.end)
     return log, earlier
 
 

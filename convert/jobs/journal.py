@@ -7,23 +7,26 @@ tensor is hashed again, and one that does not match is made anew. A torn last li
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from w4pack.convert.errors import OutputError, Refused
 from w4pack.convert.jobs.staging import step, write_all, writing
+from w4pack.convert.planning.options import as_given
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.record import to_plain
 
 # What may not differ between a run and its resumption, in the order in which it is named. Threads,
 # verbosity and everything else that is not here may change: it does not decide bytes.
 DECIDES = (
-    ("w4pack", "version"),
-    ("target", "target"),
-    ("options", "options"),
-    ("files", "source"),
-    ("plan", "plan"),
+    ("w4pack", "another version of w4pack"),
+    ("target", "another target"),
+    ("options", "other options"),
+    ("strict", "other options"),
+    ("files", "another source"),
+    ("codes", "another calibration text or device"),
+    ("plan", "another plan"),
 )
 
 
@@ -41,6 +44,18 @@ class Finished:
         return {key: self.report[key] for key in told if key in self.report}
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What an earlier run of the same job has left. measured: the values that it found before its first step.
+
+    end  of its last whole line, in bytes
+    """
+
+    finished: list[Finished] = field(default_factory=list)
+    measured: Any = None
+    end: int = 0
+
+
 def head(plan: Plan) -> dict[str, Any]:
     """Return the first line: which job this journal belongs to."""
     return {
@@ -48,8 +63,16 @@ def head(plan: Plan) -> dict[str, Any]:
         "plan": plan.digest,
         "target": plan.target,
         "options": to_plain(plan.options),
+        "strict": any(f.sha256 for f in plan.files),
         "files": [[f.name, f.size, f.header, f.sha256] for f in plan.files],
+        "codes": _decides_codes(plan.quantization or {}),
     }
+
+
+def _decides_codes(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides codes beside options and source: the device, and the tokens by their digest."""
+    text = {name: value for name, value in record.get("calibration", {}).items() if name != "sketch"}
+    return {"device": record.get("device"), "calibration": text}
 
 
 class Journal:
@@ -70,9 +93,10 @@ class Journal:
             os.ftruncate(self._fd, size)
         self._end = size
 
-    def append(self, finished: list[Finished]) -> None:
-        """Record operations whose data has been synced."""
-        self._write([{"op": f.op, "hashes": dict(f.hashes), "report": dict(f.report)} for f in finished])
+    def append(self, finished: list[Finished], measured: Mapping[str, Any] | None = None) -> None:
+        """Record operations whose data has been synced, and with them what was measured."""
+        lines = [{"op": f.op, "hashes": dict(f.hashes), "report": dict(f.report)} for f in finished]
+        self._write([*lines, *([] if measured is None else [{"measured": dict(measured)}])])
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         data = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
@@ -88,11 +112,24 @@ class Journal:
         os.close(self._fd)
 
 
-def read(path: Path, plan: Plan) -> tuple[list[Finished], int]:
-    """Return the finished operations of an earlier run, and where its last whole line ends.
+def read(path: Path, plan: Plan) -> Earlier:
+    """Return what an earlier run has left. Raises Refused, naming what differs, if it had another job."""
+    lines, end = _lines(path)
+    if not lines:
+        return Earlier()
+    _same_job(lines[0], head(plan), path)
+    found = [line["measured"] for line in lines[1:] if "measured" in line]
+    finished = {line["op"]: _finished(line) for line in lines[1:] if _is_finished(line, plan)}
+    return Earlier(list(finished.values()), found[-1] if found else None, end)
 
-    Raises Refused, naming what differs, if the journal belongs to another job.
-    """
+
+def has_work(path: Path) -> bool:
+    """Whether a journal, of whatever job, tells of something that is finished. Raises OutputError."""
+    return path.is_file() and len(_lines(path)[0]) > 1
+
+
+def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the whole lines of a journal, and where the last of them ends."""
     try:
         raw = path.read_bytes()
     except OSError as err:
@@ -101,9 +138,10 @@ def read(path: Path, plan: Plan) -> tuple[list[Finished], int]:
             code="journal",
             where=str(path),
             found=str(err.strerror),
-            hint="start again without `--resume`",
+            hint="start again with `--overwrite` in place of `--resume`",
         ) from err
-    lines, end = [], 0
+    lines: list[dict[str, Any]] = []
+    end = 0
     for line in raw.splitlines(keepends=True):
         try:
             value = json.loads(line) if line.endswith(b"\n") else None
@@ -113,10 +151,7 @@ def read(path: Path, plan: Plan) -> tuple[list[Finished], int]:
             break
         lines.append(value)
         end += len(line)
-    if not lines:
-        return [], 0
-    _same_job(lines[0], head(plan), path)
-    return [_finished(line) for line in lines[1:] if _is_finished(line, plan)], end
+    return lines, end
 
 
 def _is_finished(line: Mapping[str, Any], plan: Plan) -> bool:
@@ -133,52 +168,47 @@ def _finished(line: Mapping[str, Any]) -> Finished:
 
 
 def _same_job(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    for key, label in DECIDES:
-        old, new = found.get(key), wanted[key]
-        if key == "files":
-            old, new = _comparable(old, new)
-        if old != new:
-            raise _differs(label, old, new, path)
+    for key, what in DECIDES:
+        if found.get(key) != wanted[key]:
+            raise _differs(key, what, found.get(key), wanted[key], path)
 
 
-def _comparable(old: Any, new: Any) -> tuple[Any, Any]:
-    """Drop the hashes of source files unless both runs took them: ``--strict`` may change on resume."""
-    if not isinstance(old, list) or any(not isinstance(f, list) or len(f) != 4 for f in old):
-        return old, new
-    both = all(f[3] for f in old) and all(f[3] for f in new)
-    return (old, new) if both else ([f[:3] for f in old], [f[:3] for f in new])
-
-
-def _differs(label: str, found: Any, wanted: Any, path: Path) -> Refused:
-    where = str(path)
-    if label == "source":
-        where, found, wanted = _first_difference(found, wanted, where)
-    elif isinstance(found, dict) and isinstance(wanted, dict):
-        where, found, wanted = _differing_fields(found, wanted, where)
+def _differs(key: str, what: str, old: Any, new: Any, path: Path) -> Refused:
+    """Return the refusal. old: of the interrupted run, which is what is expected; new: of this one."""
+    where, expected, found = str(path), str(old), str(new)
+    if key == "files":
+        where, expected, found = _first_difference(old, new, where)
+    elif key == "options" and isinstance(old, dict):
+        expected, found = _differing(as_given(old), as_given(new))
+    elif key == "strict":
+        expected, found = ("--strict" if one else "without --strict" for one in (old, new))
+    elif isinstance(old, dict) and isinstance(new, dict):
+        expected, found = _differing(_fields(old), _fields(new))
     return Refused(
-        f"the interrupted run had another {label}",
+        f"the interrupted run had {what}",
         code="resume-differs",
         where=where,
-        expected=str(wanted),
-        found=str(found),
-        hint="take the options of the interrupted run, or start again without `--resume`, which deletes what "
-        "that run has finished",
+        expected=expected,
+        found=found,
+        hint="take what the interrupted run had, or start again with `--overwrite` in place of `--resume`, "
+        "which deletes what that run has finished",
     )
 
 
-def _differing_fields(found: Any, wanted: Any, where: str) -> tuple[str, str, str]:
-    """Return (journal and fields, the interrupted run's values, those of now) of what differs alone."""
-    old, new = _fields(found), _fields(wanted)
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    shown = [", ".join(f"{n} {side.get(n, 'absent')}" for n in names) for side in (old, new)]
-    return where, shown[0], shown[1]
+def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, str]:
+    """Return both sides of the values that differ alone; of a value that only one side has, that one's."""
+    names = [name for name in old if name in new and old[name] != new[name]]
+    names = names or [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    sides = [", ".join(side[name] for name in names if name in side) for side in (old, new)]
+    return sides[0] or "nothing of it", sides[1] or "nothing of it"
 
 
-def _fields(value: Mapping[str, Any], within: str = "") -> dict[str, Any]:
-    """Return the values of nested objects by their names, ``quantize.bits``."""
-    out: dict[str, Any] = {}
+def _fields(value: Mapping[str, Any], within: str = "") -> dict[str, str]:
+    """Return the values of nested objects by their names: ``calibration.tokens 512``."""
+    out: dict[str, str] = {}
     for name, inner in value.items():
-        out |= _fields(inner, f"{within}{name}.") if isinstance(inner, dict) else {within + name: inner}
+        named = f"{within}{name}"
+        out |= _fields(inner, f"{named}.") if isinstance(inner, dict) else {named: f"{named} {inner}"}
     return out
 
 

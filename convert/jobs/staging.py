@@ -163,13 +163,22 @@ class Staging:
         self.out = self.root / "out"
         self.journal = self.root / "journal.jsonl"
         self.old = out.parent / (out.name + OLD_SUFFIX)
-        self.discarded = False  # ``prepare`` found unfinished work and was not asked to resume it
         self._lock: int | None = None
 
     @property
     def standing(self) -> Path:
         """Where the OUT of an earlier run lies now, if there is one: moved aside if an overwrite died."""
         return self.old if self._old_comes_back() else self.named
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is finished work of an earlier run that is not published."""
+        if not (self.out.is_dir() and self.journal.is_file()):
+            return False
+        try:
+            return self.journal.read_bytes().count(b"\n") > 1  # more than the line that names the job
+        except OSError:
+            return True  # nobody knows, so nothing is thrown away
 
     def check(self, *, overwrite: bool, resume: bool) -> None:
         """Raise the OutputError that ``prepare`` would raise. Changes nothing."""
@@ -180,6 +189,7 @@ class Staging:
                 self._take_lock()
             self.close()
         check_free(self.standing, overwrite=overwrite or self._was_published(found, resume))
+        self._keep_unfinished(overwrite=overwrite, resume=resume)
 
     def put_back(self) -> None:
         """Put an OUT back that an overwrite which died had moved aside. Raises OutputError."""
@@ -199,11 +209,10 @@ class Staging:
     def prepare(self, *, overwrite: bool, resume: bool) -> bool:
         """Make or re-enter the folder. Returns True if an earlier run's work is there to resume.
 
-        Raises OutputError if OUT has content and ``overwrite`` is not given, or if another process is at
-        work.
+        Raises OutputError if OUT has content, or an earlier run has left work, and ``overwrite`` is not
+        given; or if another process is at work.
         """
         found = self.root.is_dir() or self.root.is_symlink()
-        self.discarded = False
         if found:
             self._refuse_foreign()
         try:
@@ -212,13 +221,13 @@ class Staging:
                 self._take_lock()
                 self._recover()
             check_free(self.named, overwrite=overwrite or self._was_published(found, resume))
+            self._keep_unfinished(overwrite=overwrite, resume=resume)
         except OutputError as err:
             if not found and err.code != "locked":
                 self.discard()
             raise
         with writing(self.root):
             if found and not resume:
-                self.discarded = self.journal.is_file()
                 self._empty()
             self.out.mkdir(exist_ok=True)
         return found and resume and self.journal.is_file()
@@ -226,6 +235,18 @@ class Staging:
     def _was_published(self, found: bool, resume: bool) -> bool:
         """Claim: the run that is resumed had renamed its result to OUT when it ended."""
         return resume and found and not self.out.exists()
+
+    def _keep_unfinished(self, *, overwrite: bool, resume: bool) -> None:
+        """Raise OutputError where neither option says what becomes of an earlier run's work."""
+        if not (overwrite or resume) and self.unfinished:
+            raise OutputError(
+                "an unfinished run of this output is there",
+                code="unfinished",
+                where=str(self.root),
+                expected="`--resume`, which goes on with it, or `--overwrite`, which deletes it",
+                found="neither",
+                hint="the same command with `--resume`",
+            )
 
     def _refuse_foreign(self) -> None:
         """Raise OutputError if what has the staging folder's name was not made by an earlier run."""

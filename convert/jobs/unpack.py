@@ -23,7 +23,7 @@ from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.jobs import manifest, sidefiles, work
 from w4pack.convert.jobs.codes import CodeMap, CodeReader, blocks
-from w4pack.convert.jobs.conversion import Running, run_plan, source_files
+from w4pack.convert.jobs.identity import source_files
 from w4pack.convert.jobs.layerjob import column_map, source_params, stored_place
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.rebuild import (
@@ -35,6 +35,8 @@ from w4pack.convert.jobs.rebuild import (
     unpack_array,
 )
 from w4pack.convert.jobs.records import DenseRecord, Records, records_of
+from w4pack.convert.jobs.running import Running
+from w4pack.convert.jobs.staged import run_plan
 from w4pack.convert.jobs.staging import write_file
 from w4pack.convert.jobs.verify import refuse_damaged
 from w4pack.convert.planning.options import DEFAULT_SHARD

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 
 from w4pack.convert.errors import W4PackError
-from w4pack.convert.jobs.conversion import Report, Running
+from w4pack.convert.jobs.running import Report, Running
+from w4pack.convert.modeljobs.measuring import settled, settled_plan
 from w4pack.convert.modeljobs.prepared import Prepared
-from w4pack.convert.modeljobs.quantized import FINISHED, QUANTIZE, REPEAT, model_run, planned
+from w4pack.convert.modeljobs.quantized import planned
+from w4pack.convert.modeljobs.quantizerun import FINISHED, QUANTIZE, REPEAT, model_run
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.quantize.team import Team, connected, lost
 
@@ -36,11 +38,15 @@ def follow(prepared: Prepared, out: Path, running: Running, team: Team) -> Repor
                 hint="every machine needs the same source, calibration text and version",
             )
         if digest != FINISHED:
-            _layers(prepared, plan, team)
+            _work(prepared, plan, team)
     return Report(out, plan, warnings, time.monotonic() - started, {}, followed=True)
 
 
-def _layers(prepared: Prepared, plan: Plan, team: Team) -> None:
+def _work(prepared: Prepared, plan: Plan, team: Team) -> None:
+    if prepared.guides:
+        # Of two cards that measure, one may break a tie in another way, and guides are in no digest.
+        prepared = settled(prepared, team.told())
+        plan = settled_plan(plan, prepared)
     model = model_run(prepared, plan, team)
     with prepared.reading():
         for index in range(model.layers):

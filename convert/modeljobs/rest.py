@@ -24,16 +24,16 @@ CardMaker = Callable[[Plan, str], str]  # plan, report in Markdown -> README.md
 
 
 def build(
-    plan: Plan, source: Source, written: manifest.Written, outcome: Mapping[str, Any]
+    plan: Plan, source: Source, written: manifest.Written, outcome: Mapping[str, Any], digest: str
 ) -> dict[str, Any]:
-    """Make the manifest; see ``manifest.build``."""
+    """Make the manifest; see ``manifest.build``. ``digest``: of the plan before anything was measured."""
     value: dict[str, Any] = {
         "schema": 1,
         "tool": {"name": "w4pack", "version": plan.version, "format": FORMAT_VERSION},
         "target": plan.target,
         "options": dict(plan.options),
         "lossless": False,
-        "plan": plan.digest,
+        "plan": digest,
         "source": {"origin": plan.origin, "files": to_plain(plan.files)},
         "files": {},
         "quantization": {**(plan.quantization or {}), **outcome},
@@ -105,9 +105,14 @@ def write_rest(
     source: Source,
     outcome: Mapping[str, Any],
     card: CardMaker | None,
+    digest: str,
 ) -> None:
-    """Write everything but the weights: side files, index, card, manifest and, last, config.json."""
-    value = build(plan, source, written, outcome)
+    """Write everything but the weights: side files, index, card, manifest and, last, config.json.
+
+    plan    as the output says it: with what was measured
+    digest  of the plan without, which is the job's
+    """
+    value = build(plan, source, written, outcome, digest)
     side_files = sidefiles.copy_side_files(source.checkpoint, folder)
     shown = pictures(written.reports, outcome, error_of(plan))
     for name, (_, data) in shown.items():

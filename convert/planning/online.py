@@ -4,7 +4,7 @@ Made from the options, the plan of the rotation and the ratios that were found; 
 the records and who reads them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from w4pack.convert.core.scheme import WIDE
@@ -99,6 +99,21 @@ def records(
             **({"guide": True} if guided else {}),
         }
     )
+    return made
+
+
+def with_ratios(
+    online: Iterable[Mapping[str, Any]], acts: Mapping[str, Table], keys: Table, values: Table
+) -> list[dict[str, Any]]:
+    """Return ``records`` with other clip ratios; the arguments are those of ``records``."""
+    made = []
+    for record in online:
+        changed = dict(record)
+        if record["kind"] == "act_quant":
+            changed["clip"] = _plain(acts[record["site"]])
+        elif record["kind"] == "kv_quant":
+            changed["clip"] = {"k": _plain(keys), "v": _plain(values)}
+        made.append(changed)
     return made
 
 

@@ -1,11 +1,12 @@
 """The options of a conversion that decide bytes. Others (threads, verbosity) may change between runs."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from w4pack.convert.core.dtypes import TAG_OF_NAME
 from w4pack.convert.errors import UsageError
-from w4pack.convert.planning.quantize_options import QuantizeOptions
+from w4pack.convert.planning.quantize_options import OPPOSITES, QuantizeOptions, flag
 from w4pack.convert.planning.record import from_plain, to_plain
 from w4pack.convert.planning.targets import TARGETS
 
@@ -195,3 +196,25 @@ class ConvertOptions:
             return from_plain(cls, {**to_plain(cls()), **to_plain(values)})
         except ValueError as err:
             raise UsageError("the manifest names options of a wrong type", found=str(err)[:200]) from err
+
+
+def as_given(chosen: Mapping[str, Any]) -> dict[str, str]:
+    """Return options as a plan records them in the words of the command line, defaults in full, by name.
+
+    Those of quantization begin with ``quantize.``, and are left out where nothing is quantized.
+    """
+    values = {**to_plain(ConvertOptions()), **chosen}
+    asked = values.pop("quantize")
+    asked = dict(asked) if isinstance(asked, Mapping) else {}
+    method = {"quantize": _given("quantize", asked.pop("method", None))}
+    own = {f"quantize.{name}": _given(name, value) for name, value in asked.items()}
+    return {name: _given(name, value) for name, value in values.items()} | method | own
+
+
+def _given(name: str, value: object) -> str:
+    if name in OPPOSITES or value is True:
+        return flag(name, value)
+    named = flag(name, None)
+    if value in (None, False, [], ()):
+        return f"without {named}"
+    return " ".join(f"{named} {one}" for one in (value if isinstance(value, list | tuple) else (value,)))

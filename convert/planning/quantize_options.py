@@ -11,6 +11,7 @@ METHODS = ("gptq", "rtn")
 GROUP_SIZES = (ONE_GROUP, 32, 64, 128)
 BITS = (4, 8)
 LEFT = 16  # bits of a linear that is left as it is
+OPPOSITES = {"sym": "--asym", "gptaq": "--no-gptaq"}  # what says no to an option
 CALIBRATED = ("gptaq", "calibration", "samples", "seqlen", "damp")  # settings that only gptq has
 
 
@@ -81,6 +82,11 @@ class QuantizeOptions:
             )
         for rule in self.module_bits:
             read_rule(rule)
+
+
+def flag(name: str, value: object) -> str:
+    """Return an option as it is given on the command line, without its value."""
+    return OPPOSITES[name] if value is False else "--" + name.replace("_", "-")
 
 
 def _one_of(option: str, value: object, allowed: Sequence[object]) -> None:

@@ -13,6 +13,7 @@ from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
 from w4pack.convert.planning.heads import refuse_two_heads
 from w4pack.convert.planning.online import refuse_other_targets
 from w4pack.convert.planning.options import ConvertOptions
+from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.convert.planning.quantizing import ModelTensors
 from w4pack.convert.planning.rotation import decide_rotation, refuse_packed, stale
 from w4pack.convert.rotate.plan import RotationPlan
@@ -57,11 +58,16 @@ def _like(info: TensorInfo, name: str) -> TensorInfo:
     return TensorInfo(name, info.dtype, info.shape, "", 0, tensor_nbytes(info.dtype, info.shape))
 
 
+def asked_of(options: ConvertOptions) -> QuantizeOptions:
+    """Return the options of quantization, where it is known that there are some."""
+    if options.quantize is None:
+        raise ValueError("nothing is to be quantized")
+    return options.quantize
+
+
 def as_recorded(options: ConvertOptions, text: str | None = None) -> ConvertOptions:
     """Return the options as a plan records them: of calibration text its name (``text``) or its file's."""
-    asked = options.quantize
-    if asked is None:
-        raise ValueError("nothing is to be quantized")
+    asked = asked_of(options)
     if text is None and asked.calibration is not None:
         text = Path(asked.calibration).name
     return replace(options, quantize=replace(asked, calibration=text))

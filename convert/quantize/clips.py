@@ -8,6 +8,7 @@ ratios differ by chance: a smooth curve through their logarithms decides.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,20 @@ class Clips:
     acts: Mapping[str, Table]
     keys: Table
     values: Table
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values from which ``from_json`` makes the same ratios."""
+        acts = {site: _plain(table) for site, table in self.acts.items()}
+        return {"acts": acts, KEYS: _plain(self.keys), VALUES: _plain(self.values)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Clips":
+        """Rebuild ratios. Raises ValueError for anything but the result of ``to_json``."""
+        try:
+            acts = {str(site): _table(table) for site, table in value["acts"].items()}
+            return cls(acts, _table(value[KEYS]), _table(value[VALUES]))
+        except (KeyError, TypeError, AttributeError) as err:
+            raise ValueError(f"no clip ratios: {err}") from err
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +94,14 @@ def cheapest(costs: Mapping[float, float]) -> float:
     degree = 3 if len(ratios) >= 8 else 2 if len(ratios) >= 4 else 0
     curve = np.polyval(np.polyfit(ratios, logs, degree), ratios) if degree else logs
     return float(ratios[int(np.argmin(curve))])
+
+
+def _plain(table: Table) -> dict[str, float]:
+    return {str(bits): ratio for bits, ratio in table.items()}
+
+
+def _table(value: Any) -> dict[int, float]:
+    table = {int(bits): float(ratio) for bits, ratio in value.items()}
+    if set(table) != set(RUN_CODES) or not all(0 < ratio <= 1 for ratio in table.values()):
+        raise ValueError(f"no ratios of {RUN_CODES} bits: {value}")
+    return table

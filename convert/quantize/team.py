@@ -8,19 +8,17 @@ breaks when its other end is gone, one of cards does not.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from w4pack.convert.errors import UsageError, W4PackError
 from w4pack.convert.quantize.hessian import Statistics
-
-Made = TypeVar("Made")
 
 WAIT = timedelta(hours=2)  # for the slowest process: the leader also writes and hashes
 
@@ -73,15 +71,6 @@ class Team:
         found = [value]
         dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
         return found[0]
-
-    def once(self, make: Callable[[], Made]) -> Made:
-        """Return what the leader makes; no other process makes it. Raises W4PackError without a leader."""
-        if self.leads:
-            made: Made = self.told(make())
-            return made
-        with connected():
-            made = self.told()
-        return made
 
     def share(self, values: torch.Tensor) -> None:
         """Overwrite a tensor by the leader's."""

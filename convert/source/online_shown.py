@@ -58,7 +58,7 @@ def lines(online: Mapping[str, Any], later: str | None = None) -> list[str]:
     return [
         *(f"transform {TRANSFORMS[h['site']]}: {_matrix(h)}" for h in online["transforms"]),
         f"activations {acts}, cache {cache}{_guided(online['cache'])}",
-        *([f"clip ratios {later}"] if later else _ratios(online)),
+        *([f"clip ratios {later}"] if later else ratios(online)),
     ]
 
 
@@ -79,11 +79,12 @@ def _chosen(own: int, allowed: Sequence[int]) -> str:
     return f"{own} bit" + (f" (or {', '.join(others)})" if others else "")
 
 
-def _ratios(online: Mapping[str, Any]) -> list[str]:
+def ratios(online: Mapping[str, Any]) -> list[str]:
+    """Return the clip ratios of ``to_json``'s object in words, a line for each number of bits."""
     tables = {quant["site"]: quant["clip"] for quant in online["activations"]}
     tables |= {} if online["cache"] is None else online["cache"]["clip"]
-    found = {
+    told = {
         bits: [f"{what} {clip[bits]:g}" for what, clip in tables.items() if bits in clip]
         for bits in map(str, RUN_CODES)
     }
-    return [f"clip ratios at {bits} bit: {', '.join(ratios)}" for bits, ratios in found.items() if ratios]
+    return [f"clip ratios at {bits} bit: {', '.join(found)}" for bits, found in told.items() if found]

@@ -14,7 +14,7 @@ from w4pack.convert.files.jsonfile import read_object
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.sidefiles import TOKENIZERS, has_tokenizer
 from w4pack.convert.hub.resolve import HubSource, parse_source, snapshot
-from w4pack.convert.jobs.conversion import check_device
+from w4pack.convert.jobs.running import check_device
 from w4pack.kernels.artifact import open_artifact, read_config
 from w4pack.kernels.hf import online
 

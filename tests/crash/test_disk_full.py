@@ -207,9 +207,9 @@ def test_a_disk_that_fills_up_later(
 ) -> None:
     """Somebody takes the room, all but a few KiB of it, between the check and the first write."""
     out, filler = small_disk / "out", small_disk / "filler"
-    from w4pack.convert.jobs import conversion
+    from w4pack.convert.jobs import staged
 
-    real, room = conversion.check_disk, 0
+    real, room = staged.check_disk, 0
 
     def check_then_fill(*rest: Any) -> None:
         real(*rest)
@@ -217,7 +217,7 @@ def test_a_disk_that_fills_up_later(
 
     for room in range(0, 256, 12):
         with monkeypatch.context() as patch:
-            patch.setattr(conversion, "check_disk", check_then_fill)
+            patch.setattr(staged, "check_disk", check_then_fill)
             done = convert(source, out, "marlin", *SHARDS)
         filler.unlink()
         if done.code == 0:

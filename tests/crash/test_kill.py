@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ import pytest
 import builders as b
 import oracle
 from runner import Run, command, convert, run, run_process
+from w4pack.convert.events import JsonLines
+from w4pack.convert.jobs import execute
 
 Trees = dict[str, dict[str, str]]  # target -> file -> hash
 HOOK = "W4PACK_TEST_EXIT_AT"
@@ -204,14 +207,20 @@ def test_resume_after_the_source_changed_is_refused(source: Path, tmp_path: Path
     assert not out.exists()
 
 
-def test_a_strict_run_goes_on_without_strict(source: Path, want: Trees, tmp_path: Path) -> None:
-    """What is recorded less exactly is compared less exactly; the weights are those of any run."""
+@pytest.mark.parametrize("strict", [("--strict",), ()], ids=["begun with", "begun without"])
+def test_strict_is_the_job_s_from_its_beginning(
+    strict: tuple[str, ...], source: Path, want: Trees, tmp_path: Path
+) -> None:
+    """What was made before the source was hashed is not proved to come of it: w4pack.json would lie."""
     out = tmp_path / "out"
-    half_done(source, out, "--strict")
-    done = convert(source, out, "marlin", *SHARDS, "--resume").expect(0)
-    assert not [e for e in done.events if "discard" in json.dumps(e)]
+    half_done(source, out, *strict)
+    other = () if strict else ("--strict",)
+    error = convert(source, out, "marlin", *SHARDS, "--resume", *other).expect(3).error
+    assert error["what"] == "the interrupted run had other options"
+    assert {error["expected"], error["found"]} == {"--strict", "without --strict"}
+    assert error["expected"] == (strict or ("without --strict",))[0]
+    convert(source, out, "marlin", *SHARDS, "--resume", *strict).expect(0)
     assert weights(tree(out)) == weights(want["marlin"])
-    run("verify", out, "--against", source).expect(0)
 
 
 def test_a_strict_run_goes_on_with_strict(source: Path, tmp_path: Path) -> None:
@@ -273,27 +282,76 @@ def test_torn_journal_line_counts_as_absent(source: Path, want: Trees, tmp_path:
     assert tree(out) == want["marlin"]
 
 
-def test_without_resume_an_unfinished_run_is_not_taken_over_silently(
+def journaled(source: Path, out: Path, *options: str) -> Path:
+    """Stop a conversion by a signal once a step is finished and journaled; return its staging folder."""
+    finish = execute.Executor._finish
+
+    def stopping(self: execute.Executor, running: Any) -> None:
+        finish(self, running)
+        self.stop.signum = signal.SIGTERM
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execute.Executor, "_finish", stopping)
+        convert(source, out, "marlin", *SHARDS, *options).expect(143)
+    staging = out.with_name(out.name + ".w4pack-staging")
+    assert len((staging / "journal.jsonl").read_text().splitlines()) > 1
+    return staging
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",), ("--max-shard-size", "30KB")], ids=str)
+def test_the_work_of_an_unfinished_run_is_not_lost_by_a_forgotten_option(
+    more: tuple[str, ...], source: Path, want: Trees, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    staging = journaled(source, out)
+    before = {p: p.read_bytes() for p in staging.rglob("*") if p.is_file()}
+    done = convert(source, out, "marlin", *SHARDS, *more).expect(1, "--resume", "--overwrite", staging)
+    assert done.error["code"] == "unfinished"
+    assert {p: p.read_bytes() for p in staging.rglob("*") if p.is_file()} == before
+    convert(source, out, "marlin", *SHARDS, "--resume").expect(0)
+    assert tree(out) == want["marlin"]
+
+
+def test_an_unfinished_run_is_discarded_on_request_and_that_is_said_before(
+    source: Path, want: Trees, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    staging, said = journaled(source, out), []
+    tell = JsonLines.event
+
+    def event(self: JsonLines, kind: str, **fields: Any) -> None:
+        if "discarded" in str(fields.get("text")):
+            said.append(len((staging / "journal.jsonl").read_text().splitlines()))
+        tell(self, kind, **fields)
+
+    monkeypatch.setattr(JsonLines, "event", event)
+    convert(source, out, "marlin", *SHARDS, "--overwrite").expect(0, "discarded", "--resume")
+    assert len(said) == 1 and said[0] > 1  # its work was still there
+    assert tree(out) == want["marlin"]
+    assert not list(tmp_path.glob("out.w4pack*"))
+    assert "discarded" not in run("convert", source, out, "--overwrite", *SHARDS).expect(0).err
+
+
+def test_a_run_that_has_finished_nothing_is_in_nobody_s_way(
     source: Path, want: Trees, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    half_done(source, out)
-    done = convert(source, out, "marlin", *SHARDS).expect(0, "discard", "--resume")
-    told = [e for e in done.events if "discard" in json.dumps(e)]
-    assert len(told) == 1
-    assert told[0]["event"] in ("note", "warning")
+    staging = journaled(source, out)
+    log = staging / "journal.jsonl"
+    log.write_text(log.read_text().splitlines(keepends=True)[0])
+    convert(source, out, "marlin", *SHARDS).expect(0)
     assert tree(out) == want["marlin"]
-    assert not list(tmp_path.glob("out.w4pack*"))
 
 
-def test_what_is_thrown_away_is_told_on_stderr_too(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    half_done(source, out)
-    done = run("convert", source, out, "--to", "marlin", *SHARDS).expect(0)
-    assert "discard" in done.err
-    assert "--resume" in done.err
-    fresh = run("convert", source, tmp_path / "fresh", "--to", "marlin", *SHARDS).expect(0)
-    assert "discard" not in fresh.err
+def test_unpack_keeps_the_work_of_an_unfinished_run_too(source: Path, tmp_path: Path) -> None:
+    packed, out = tmp_path / "packed", tmp_path / "out"
+    convert(source, packed, "marlin", *SHARDS).expect(0)
+    journaled(source, out)
+    error = run("unpack", packed, out, "--json").expect(1).error
+    assert error["code"] == "unfinished"
+    error = run("unpack", packed, out, "--resume", "--json").expect(3).error
+    assert (error["expected"], error["found"]) == ("marlin", "unpack")
+    run("unpack", packed, out, "--overwrite").expect(0)
 
 
 # --- OUT is a link ----------------------------------------------------------------------------------------

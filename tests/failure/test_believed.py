@@ -13,7 +13,7 @@ from w4pack.convert.errors import Refused, VerifyError
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.jobs import manifest
-from w4pack.convert.jobs.conversion import Running
+from w4pack.convert.jobs.running import Running
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-gptq"
 LAYER = "model.layers.0.mlp.down_proj"

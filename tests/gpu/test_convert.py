@@ -15,7 +15,7 @@ import runner  # noqa: E402
 from w4pack.convert import convert  # noqa: E402
 from w4pack.convert.core.tiles import pack_tiles  # noqa: E402
 from w4pack.convert.errors import Refused, SourceError  # noqa: E402
-from w4pack.convert.jobs.conversion import Running  # noqa: E402
+from w4pack.convert.jobs.running import Running  # noqa: E402
 from w4pack.kernels import linears, ops, transfer  # noqa: E402
 from w4pack.kernels.artifact import open_artifact  # noqa: E402
 from w4pack.kernels.packing import packer_on  # noqa: E402

@@ -17,7 +17,7 @@ import checkpoints  # noqa: E402
 import runner  # noqa: E402
 from w4pack.convert import convert, errors  # noqa: E402
 from w4pack.convert.errors import W4PackError  # noqa: E402
-from w4pack.convert.jobs.conversion import Running  # noqa: E402
+from w4pack.convert.jobs.running import Running  # noqa: E402
 from w4pack.convert.planning.quantize_options import QuantizeOptions  # noqa: E402
 from w4pack.kernels import layout, packing  # noqa: E402
 

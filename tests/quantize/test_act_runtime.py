@@ -18,7 +18,7 @@ from runner import Run, run
 from w4pack.convert.dialects.online import parse
 from w4pack.convert.errors import Refused, UsageError
 from w4pack.convert.files.provider import CheckpointProvider
-from w4pack.convert.modeljobs import prepared
+from w4pack.convert.modeljobs import quantizerun
 from w4pack.convert.modeljobs.online import NOTHING, Cache, Runtime, rotation_of, runtime_of
 from w4pack.convert.quantize import evaluation, skeleton
 from w4pack.convert.quantize.activations import fake_cache, fake_tokens
@@ -321,7 +321,7 @@ def test_a_dry_run_plans_what_the_run_measures(
     full: tuple[Path, Path], heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clip ratios come of running the model over the text, which may take minutes: a plan does not."""
-    monkeypatch.setattr(prepared, "find_clips", lambda *_: pytest.fail("a plan ran the model"))
+    monkeypatch.setattr(quantizerun, "measure", lambda *_: pytest.fail("a plan ran the model"))
     words = ("--rotate", "full", "--quantize", "gptq", "--act-bits", 4, "--kv-bits", 4)
     done = run(
         "convert", heads, tmp_path / "out", *words, "--calibration", full[1], *FEW, "--dry-run", "--json"
@@ -356,27 +356,116 @@ def test_eval_runs_it_at_the_recorded_bits_or_others(full: tuple[Path, Path], he
     assert len({four[0], eight[0], none[0]}) == 3
 
 
-def test_a_stopped_run_goes_on_with_the_quantizers_on(
-    full: tuple[Path, Path], heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from w4pack.convert.modeljobs import quantized
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the model was run for clip ratios."""
+    original, seen = quantizerun.measure, []
 
-    original, seen = quantized.ModelRun.quantize, []
+    def counting(*given: Any) -> Any:
+        seen.append(1)
+        return original(*given)
+
+    monkeypatch.setattr(quantizerun, "measure", counting)
+    return seen
+
+
+ONLINE = ("--rotate", "full", "--quantize", "gptq", "--act-bits", 4, "--kv-bits", 4)
+
+
+def stopped(source: Path, out: Path, book: Path, at: int) -> Run:
+    """Run the conversion of ``full`` until it stops before a layer."""
+    original = quantizerun.ModelRun.quantize
 
     def stopping(self: Any, index: int) -> Any:
-        seen.append(index)
-        if index == 1 and len(seen) == 2:
+        if index == at:
             raise KeyboardInterrupt
         return original(self, index)
 
-    monkeypatch.setattr(quantized.ModelRun, "quantize", stopping)
-    words = ("--rotate", "full", "--quantize", "gptq", "--act-bits", 4, "--kv-bits", 4)
-    words = (*words, "--calibration", full[1], *FEW)
-    convert(heads, tmp_path / "out", *words).expect(130)
-    convert(heads, tmp_path / "out", *words, "--resume").expect(0)
-    assert seen == [0, 1, 1]
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (full[0] / name).read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantizerun.ModelRun, "quantize", stopping)
+        return convert(source, out, *ONLINE, "--calibration", book, *FEW).expect(130)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_stopped_run_goes_on_with_what_it_measured(
+    at: int, full: tuple[Path, Path], heads: Path, tmp_path: Path, measured: list[int]
+) -> None:
+    """Measuring runs the whole model, which may take longer than a layer: it is done once."""
+    out, words = tmp_path / "out", (*ONLINE, "--calibration", full[1], *FEW)
+    told = " ".join(str(e.get("text")) for e in stopped(heads, out, full[1], at).events)
+    assert [f"layer {n} of 2 measured for clip ratios" in told for n in (1, 2, 3)] == [True, True, False]
+    assert "clip ratios at 4 bit: attn_in " in told
+    done = convert(heads, out, *words, "--resume").expect(0)
+    assert any("as the earlier run measured them" in str(e.get("text")) for e in done.events)
+    assert measured == [1]
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {
+        p.name: p.read_bytes() for p in full[0].iterdir()
+    }
+    assert convert(heads, out, *words, "--resume").expect(0).events[-1]["resumed_complete"]
+    assert measured == [1]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "found"),
+    [
+        (("--kv-bits", 8), "--kv-bits 4", "--kv-bits 8"),
+        (("--damp", "0.5"), "--damp 0.03", "--damp 0.5"),
+        (("--max-shard-size", "1MB"), "--max-shard-size 5000000000", "--max-shard-size 1000000"),
+        (("--no-gptaq", "--tp", 2), "without --tp, --gptaq", "--tp 2, --no-gptaq"),
+        (("--strict",), "without --strict", "--strict"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_another_job_is_refused_before_anything_is_measured(
+    words: tuple[Any, ...], expected: str, found: str, full: tuple[Path, Path], heads: Path, tmp_path: Path,
+    measured: list[int],
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    stopped(heads, out, full[1], 0)
+    error = convert(
+        heads, out, *ONLINE, "--calibration", full[1], *FEW, *words, "--resume"
+    ).expect(3).error  # fmt: skip
+    assert (error["code"], error["what"]) == ("resume-differs", "the interrupted run had other options")
+    assert (error["expected"], error["found"]) == (expected, found)
+    assert "`--overwrite` in place of `--resume`" in error["hint"]
+    assert measured == [1]
+
+
+def test_other_text_is_refused_before_anything_is_measured(
+    full: tuple[Path, Path], heads: Path, tmp_path: Path, measured: list[int]
+) -> None:
+    out, other = tmp_path / "out", tmp_path / "other" / full[1].name
+    stopped(heads, out, full[1], 0)
+    other.parent.mkdir()
+    other.write_text(full[1].read_text()[::-1])
+    error = convert(heads, out, *ONLINE, "--calibration", other, *FEW, "--resume").expect(3).error
+    assert error["what"] == "the interrupted run had another calibration text or device"
+    assert error["expected"].startswith("calibration.digest ") and error["found"] != error["expected"]
+    assert measured == [1]
+
+
+@pytest.mark.parametrize("damage", ["guide", "ratios", "line"])
+def test_what_is_damaged_is_measured_again_and_all_that_came_of_it_is_made_again(
+    damage: str, full: tuple[Path, Path], heads: Path, tmp_path: Path, measured: list[int]
+) -> None:
+    out, staging = tmp_path / "out", tmp_path / "out.w4pack-staging"
+    stopped(heads, out, full[1], 1)
+    log, weights = staging / "journal.jsonl", staging / "out" / "model.safetensors"
+    if damage == "guide":
+        data = weights.read_bytes()
+        values = guides_of(staging / "out")["model.layers.1.self_attn.k_guide"].numpy().tobytes()
+        assert data.count(values) == 1
+        weights.write_bytes(data.replace(values, bytes(len(values))))
+    else:
+        lines = log.read_text().splitlines(keepends=True)
+        (at,) = (n for n, line in enumerate(lines) if line.startswith('{"measured"'))
+        lines[at] = '{"measured":{"acts":{},"k":{"4":2},"v":3}}\n' if damage == "ratios" else "{}\n"
+        log.write_text("".join(lines))
+    done = convert(heads, out, *ONLINE, "--calibration", full[1], *FEW, "--resume").expect(0)
+    assert measured == [1, 1]
+    assert not any("kept" in str(e.get("text")) and "layer" in str(e.get("text")) for e in done.events)
+    for name in ("model.safetensors", "config.json", "w4pack.json"):
+        assert (out / name).read_bytes() == (full[0] / name).read_bytes()
 
 
 def test_rounding_to_nearest_takes_the_usual_ratios_and_needs_no_text(llama: Path, tmp_path: Path) -> None:

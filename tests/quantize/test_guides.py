@@ -13,12 +13,13 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from w4pack.convert.core.families import natural_key  # noqa: E402
+from w4pack.convert.events import Quiet  # noqa: E402
 from w4pack.convert.files.checkpoint import open_checkpoint  # noqa: E402
 from w4pack.convert.files.local import LocalStore  # noqa: E402
 from w4pack.convert.files.provider import Added  # noqa: E402
 from w4pack.convert.files.tensorfile import TensorInfo  # noqa: E402
-from w4pack.convert.jobs.conversion import Running  # noqa: E402
-from w4pack.convert.modeljobs import clipping  # noqa: E402
+from w4pack.convert.jobs.running import Running  # noqa: E402
+from w4pack.convert.modeljobs import measuring  # noqa: E402
 from w4pack.convert.modeljobs.prepared import prepare  # noqa: E402
 from w4pack.convert.planning.options import ConvertOptions  # noqa: E402
 from w4pack.convert.planning.quantize_options import QuantizeOptions  # noqa: E402
@@ -156,12 +157,14 @@ def test_attention_that_is_not_seen_is_told(
     asked = QuantizeOptions(method="gptq", group_size=32, samples=8, seqlen=32, calibration=str(book))
     options = ConvertOptions(quantize=replace(asked, kv_bits=4))
     if not seen:
-        monkeypatch.setattr(clipping, "watched", lambda layer, into: nullcontext())
+        monkeypatch.setattr(measuring, "watched", lambda layer, into: nullcontext())
     with open_checkpoint(LocalStore(llama)) as checkpoint:
         source = read_source(checkpoint, DetectOptions())
-        found = prepare(source, options, None, Running(threads=1))
-        layers = [n for n in found.provider.names() if n.endswith(GUIDE)]
-        assert [bool(found.provider.get(n).any()) for n in layers] == [seen] * len(layers)
+        prepared = prepare(source, options, None, Running(threads=1))
+        found = measuring.measure(prepared, Quiet(), lambda: None)
+        made = measuring.settled(prepared, found)
+        layers = [n for n in made.provider.names() if n.endswith(GUIDE)]
+        assert [bool(made.provider.get(n).any()) for n in layers] == [seen] * len(layers)
     told = [w.where for w in found.warnings if w.code == "guide-empty"]
     assert layers and told == ([] if seen else [", ".join(layers)])
 

@@ -19,7 +19,7 @@ from runner import run
 from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
-from w4pack.convert.modeljobs import quantized
+from w4pack.convert.modeljobs import quantizerun
 from w4pack.convert.modeljobs.prepared import tokenizer_of
 from w4pack.convert.quantize import texts
 from w4pack.convert.source.detect import read_source
@@ -277,7 +277,7 @@ def torch_error() -> Exception:
 def test_too_little_memory_is_no_bug_and_the_run_goes_on_later(
     made: Callable[[], Exception], llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute = quantized.ModelRun.quantize
+    compute = quantizerun.ModelRun.quantize
 
     def failing(self: Any, index: int) -> Any:
         if index == 1:
@@ -285,7 +285,7 @@ def test_too_little_memory_is_no_bug_and_the_run_goes_on_later(
         return compute(self, index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantized.ModelRun, "quantize", failing)
+        patch.setattr(quantizerun.ModelRun, "quantize", failing)
         error = quantize(llama, tmp_path / "out", text=book).expect(1).error
     assert error["code"] == "memory" and "--resume" in error["hint"]
     quantize(llama, tmp_path / "out", "--resume", text=book).expect(0)

@@ -13,15 +13,15 @@ from quantize.test_outputs import FEW, quantize, tree
 # The second layer's fourth linear is on the disk and in no journal when the process dies.
 KILLED = """
 import os, signal
-from w4pack.convert.modeljobs import quantized
-original, seen = quantized.QuantizeRun._written, []
+from w4pack.convert.modeljobs import layerfiles
+original, seen = layerfiles.LayerFiles.write, []
 def written(self, op, made):
     found = original(self, op, made)
     seen.append(op.source)
     if len(seen) == 11:
         os.kill(os.getpid(), signal.SIGKILL)
     return found
-quantized.QuantizeRun._written = written
+layerfiles.LayerFiles.write = written
 from w4pack.cli import main
 main()
 """

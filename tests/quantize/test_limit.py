@@ -11,8 +11,8 @@ import pytest
 from quantize.test_outputs import quantize, tree
 from w4pack.convert import api
 from w4pack.convert.errors import UsageError
-from w4pack.convert.jobs.conversion import Running
-from w4pack.convert.modeljobs import judging, quantized
+from w4pack.convert.jobs.running import Running
+from w4pack.convert.modeljobs import judging, quantizerun
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.convert.quantize.whole import Outcome
@@ -29,13 +29,13 @@ def refused(source: Path, out: Path, *options: Any, text: Path) -> dict[str, Any
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of the layers whose codes were chosen."""
     found: list[int] = []
-    original = quantized.ModelRun.quantize
+    original = quantizerun.ModelRun.quantize
 
     def counting(self: Any, index: int) -> Any:
         found.append(index)
         return original(self, index)
 
-    monkeypatch.setattr(quantized.ModelRun, "quantize", counting)
+    monkeypatch.setattr(quantizerun.ModelRun, "quantize", counting)
     return found
 
 

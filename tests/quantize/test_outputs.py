@@ -273,10 +273,10 @@ def test_a_run_that_was_stopped_anywhere_resumes_to_the_same_bytes(
 def test_a_resumed_run_does_not_quantize_finished_layers_again(
     llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from w4pack.convert.modeljobs import quantized
+    from w4pack.convert.modeljobs import quantizerun
 
     out = tmp_path / "out"
-    original = quantized.ModelRun.quantize
+    original = quantizerun.ModelRun.quantize
     seen: list[int] = []
 
     def stopping(self: Any, index: int) -> Any:
@@ -285,7 +285,7 @@ def test_a_resumed_run_does_not_quantize_finished_layers_again(
             raise KeyboardInterrupt
         return original(self, index)
 
-    monkeypatch.setattr(quantized.ModelRun, "quantize", stopping)
+    monkeypatch.setattr(quantizerun.ModelRun, "quantize", stopping)
     quantize(llama, out, text=book).expect(130)
     assert not out.exists()
     quantize(llama, out, "--resume", text=book).expect(0)
@@ -297,7 +297,7 @@ def test_a_resumed_run_does_not_quantize_finished_layers_again(
 def test_resuming_with_other_text_is_refused(
     llama: Path, book: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    from w4pack.convert.modeljobs import quantized
+    from w4pack.convert.modeljobs import quantizerun
 
     out = tmp_path / "out"
 
@@ -305,14 +305,14 @@ def test_resuming_with_other_text_is_refused(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantized.ModelRun, "quantize", stop)
+        patch.setattr(quantizerun.ModelRun, "quantize", stop)
         quantize(llama, out, text=book).expect(130)
     other = sources.text(tmp_path / "book.txt", seed=5)
     done = quantize(llama, out, "--resume", text=other).expect(3)
     assert done.error["code"] == "resume-differs"
     done = quantize(llama, out, "--resume", "--damp", "0.5", text=book).expect(3)
     assert done.error["code"] == "resume-differs"
-    assert done.error["expected"] == "quantize.damp 0.5" and done.error["found"] == "quantize.damp 0.03"
+    assert done.error["expected"] == "--damp 0.03" and done.error["found"] == "--damp 0.5"
 
 
 # ---- gates ----------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from w4pack.convert.errors import SourceError
 from w4pack.convert.files.provider import CheckpointProvider
 from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.files.tensorfile import TensorInfo
-from w4pack.convert.modeljobs import overlap, quantized
+from w4pack.convert.modeljobs import layerfiles, overlap, quantizerun
 from w4pack.convert.modeljobs.overlap import Behind
 
 
@@ -133,7 +133,7 @@ def test_a_layer_that_was_computed_is_journaled_before_a_later_error_ends_the_ru
     deep: Path, book: Path, tmp_path: Path, overlapped: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its writing is slow here: the error of the next layer comes while it is under way."""
-    compute, write = quantized.ModelRun.quantize, quantized.QuantizeRun._written
+    compute, write = quantizerun.ModelRun.quantize, layerfiles.LayerFiles.write
     seen: list[int] = []
 
     def failing(self: Any, index: int) -> Any:
@@ -147,10 +147,10 @@ def test_a_layer_that_was_computed_is_journaled_before_a_later_error_ends_the_ru
         return write(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantized.QuantizeRun, "_written", slowly)
-        patch.setattr(quantized.ModelRun, "quantize", failing)
+        patch.setattr(layerfiles.LayerFiles, "write", slowly)
+        patch.setattr(quantizerun.ModelRun, "quantize", failing)
         quantize(deep, tmp_path / "out", text=book).expect(130)
-    monkeypatch.setattr(quantized.ModelRun, "quantize", failing)
+    monkeypatch.setattr(quantizerun.ModelRun, "quantize", failing)
     quantize(deep, tmp_path / "out", "--resume", text=book).expect(0)
     assert seen == [0, 1, 2, 2, 3]
 
@@ -158,16 +158,16 @@ def test_a_layer_that_was_computed_is_journaled_before_a_later_error_ends_the_ru
 # Eleven linears are written: the second layer's fourth is on the disk and in no journal.
 KILLED = """
 import os, signal
-from w4pack.convert.modeljobs import overlap, quantized
+from w4pack.convert.modeljobs import layerfiles, overlap, quantizerun
 overlap.OVERLAPPED = ("cpu",)
-original, seen = quantized.QuantizeRun._written, []
+original, seen = layerfiles.LayerFiles.write, []
 def written(self, op, made):
     found = original(self, op, made)
     seen.append(op.source)
     if len(seen) == 11:
         os.kill(os.getpid(), signal.SIGKILL)
     return found
-quantized.QuantizeRun._written = written
+layerfiles.LayerFiles.write = written
 from w4pack.cli import main
 main()
 """
@@ -229,7 +229,7 @@ def test_what_nobody_can_read_is_refused_as_without_threads(
     failing_reads(monkeypatch, lambda thread: True)
     alone = quantize(deep, tmp_path / "out", text=book).expect(1)
     monkeypatch.setattr(overlap, "OVERLAPPED", ("cpu",))
-    threaded = quantize(deep, tmp_path / "out", text=book).expect(1)
+    threaded = quantize(deep, tmp_path / "threaded", text=book).expect(1)
     assert alone.error == threaded.error
     assert threaded.error["code"] == "unreadable"
     assert not (tmp_path / "out").exists()
@@ -241,7 +241,7 @@ def test_a_source_that_shrinks_meanwhile_is_named_and_the_run_can_go_on_when_it_
     quantize(deep, tmp_path / "one", text=book).expect(0)
     source = shutil.copytree(deep, tmp_path / "src")
     whole = shard_of(source).read_bytes()
-    compute = quantized.ModelRun.quantize
+    compute = quantizerun.ModelRun.quantize
 
     def cutting(self: Any, index: int) -> Any:
         if index == 1:
@@ -249,7 +249,7 @@ def test_a_source_that_shrinks_meanwhile_is_named_and_the_run_can_go_on_when_it_
         return compute(self, index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantized.ModelRun, "quantize", cutting)
+        patch.setattr(quantizerun.ModelRun, "quantize", cutting)
         done = quantize(source, tmp_path / "two", text=book).expect(1)
     assert done.error["code"] == "file-too-short"
     with shard_of(source).open("r+b") as file:
@@ -262,7 +262,7 @@ def test_a_source_that_changed_before_resuming_is_refused(
     deep: Path, book: Path, tmp_path: Path, overlapped: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = shutil.copytree(deep, tmp_path / "src")
-    compute = quantized.ModelRun.quantize
+    compute = quantizerun.ModelRun.quantize
 
     def stopping(self: Any, index: int) -> Any:
         if index == 2:
@@ -270,7 +270,7 @@ def test_a_source_that_changed_before_resuming_is_refused(
         return compute(self, index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantized.ModelRun, "quantize", stopping)
+        patch.setattr(quantizerun.ModelRun, "quantize", stopping)
         quantize(source, tmp_path / "out", text=book).expect(130)
     sources.save(sources.llama(num_hidden_layers=4, rope_theta=5000.0), source, torch.float16)
     assert (
@@ -292,7 +292,7 @@ def test_a_disk_that_is_full_ends_the_run_as_without_threads(
         return real(fd, *rest)
 
     done: list[str] = []
-    write = quantized.QuantizeRun._written
+    write = layerfiles.LayerFiles.write
 
     def counting(self: Any, op: Any, made: Any) -> Any:
         found = write(self, op, made)
@@ -301,7 +301,7 @@ def test_a_disk_that_is_full_ends_the_run_as_without_threads(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        patch.setattr(quantized.QuantizeRun, "_written", counting)
+        patch.setattr(layerfiles.LayerFiles, "write", counting)
         stopped = quantize(deep, tmp_path / "two", text=book).expect(1)
     assert stopped.error["code"] == "disk-full"
     assert any(name.startswith("w4pack-write") for name in writers)

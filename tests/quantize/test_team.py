@@ -14,18 +14,22 @@ import torch
 
 from quantize.test_outputs import FEW, manifest, quantize, tree
 from runner import run
+from w4pack.convert.dialects.online import ACT_SITES, parse
 from w4pack.convert.errors import UsageError, W4PackError
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
-from w4pack.convert.jobs.conversion import Running
-from w4pack.convert.modeljobs import prepared
+from w4pack.convert.jobs.running import Running
+from w4pack.convert.modeljobs import follow, measuring
+from w4pack.convert.modeljobs.measuring import Measured
+from w4pack.convert.modeljobs.prepared import prepare
+from w4pack.convert.modeljobs.quantized import planned
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.convert.quantize import whole
+from w4pack.convert.quantize.clips import Clips
 from w4pack.convert.quantize.hessian import Statistics
 from w4pack.convert.quantize.team import Team
 from w4pack.convert.source.detect import read_source
-from w4pack.convert.source.online import GUIDE
 from w4pack.convert.source.reading import DetectOptions
 
 WORDS = ("--quantize", "gptq", "--group-size", 32, "--to", "marlin", *FEW)
@@ -51,13 +55,17 @@ def halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("halves")
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("model", "online"),
+    [("llama", ("--rotate", "full", "--act-bits", 4, "--kv-bits", 4)), ("mixtral", ())],
+    ids=["llama", "mixtral"],
+)
 def test_two_processes_write_what_one_writes(
-    model: str, book: Path, tmp_path: Path, request: pytest.FixtureRequest
+    model: str, online: tuple[Any, ...], book: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     source = request.getfixturevalue(model)
-    quantize(source, tmp_path / "one", text=book).expect(0)
-    done = together("convert", source, tmp_path / "two", "--calibration", book, *WORDS)
+    quantize(source, tmp_path / "one", *online, text=book).expect(0)
+    done = together("convert", source, tmp_path / "two", "--calibration", book, *WORDS, *online)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("target    marlin artifact") == 1  # one of them speaks
     one, two = tree(tmp_path / "one"), tree(tmp_path / "two")
@@ -135,35 +143,48 @@ def test_merged_sums_are_those_of_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_only_the_leader_measures_ratios_and_guides(
-    llama: Path, book: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What runs online of a follower is what the leader says, although it would have found something else."""
     asked = QuantizeOptions(method="gptq", group_size=32, samples=8, seqlen=64, calibration=str(book))
     options = ConvertOptions(rotate="full", quantize=replace(asked, act_bits=4, kv_bits=4))
-    said: list[Any] = []
-    monkeypatch.setattr(Team, "told", lambda team, value=None: said.append(value) or value)
+    monkeypatch.setattr(measuring, "measure", lambda *_: pytest.fail("a follower ran the model"))
+    begun: list[Any] = []
 
-    def made(team: Team) -> tuple[Any, list[torch.Tensor]]:
-        with open_checkpoint(LocalStore(llama)) as checkpoint:
-            source = read_source(checkpoint, DetectOptions())
-            found = prepared.prepare(source, options, None, Running(threads=1), team=team)
-            guides = [found.provider.get(n) for n in found.provider.names() if n.endswith(GUIDE)]
-        return found.model.online, guides
+    def begin(*given: Any) -> Any:
+        begun.extend(given)
+        raise W4PackError("far enough")
 
-    online, guides = made(Team(0, 2, "cpu"))
-    assert len(said) == 1 and guides and all(guide.any() for guide in guides)
-    monkeypatch.setattr(prepared, "find_clips", lambda *_: pytest.fail("a follower ran the model"))
-    monkeypatch.setattr(Team, "told", lambda team: said[0])
-    again = made(Team(1, 2, "cpu"))
-    assert again[0] == online
-    assert all(torch.equal(*pair) for pair in zip(again[1], guides, strict=True))
+    monkeypatch.setattr(follow, "model_run", begin)
+    with open_checkpoint(LocalStore(llama)) as checkpoint:
+        source = read_source(checkpoint, DetectOptions())
+        found, running = prepare(source, options, None, Running(threads=1)), Running(threads=1)
+        plan, _ = planned(found, running)
+        guides = {name: torch.full(info.shape, 2.0) for name, info in found.guides.items()}
+        odd = {4: 0.61, 8: 0.97}  # no trial has these
+        told = [plan.digest, Measured(Clips(dict.fromkeys(ACT_SITES, odd), odd, odd), guides)]
+        monkeypatch.setattr(Team, "told", lambda team: told.pop(0))
+        with pytest.raises(W4PackError, match="far enough"):
+            follow.follow(found, tmp_path / "out", running, Team(1, 2, "cpu"))
+    prepared, plan = begun[:2]
+    online = parse(plan.quant_config["online"])
+    assert [quant.clip for quant in online.acts.values()] == [odd] * 4
+    assert online.kv is not None and (online.kv.clip_k, online.kv.clip_v) == (odd, odd)
+    assert len(guides) == 2 and all(torch.equal(prepared.provider.get(n), g) for n, g in guides.items())
 
 
-def test_a_follower_whose_leader_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_whose_leader_is_gone_says_so(
+    llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def gone(team: Team) -> None:
         raise RuntimeError("connection closed by peer\nmore")
 
     monkeypatch.setattr(Team, "told", gone)
-    with pytest.raises(W4PackError) as caught:
-        Team(1, 2, "cpu").once(lambda: pytest.fail("it is the leader's to make"))
+    asked = QuantizeOptions(method="gptq", samples=2, seqlen=64, calibration=str(book))
+    running = Running(threads=1)
+    with open_checkpoint(LocalStore(llama)) as checkpoint:
+        source = read_source(checkpoint, DetectOptions())
+        found = prepare(source, ConvertOptions(quantize=asked), None, running)
+        with pytest.raises(W4PackError) as caught:
+            follow.follow(found, tmp_path / "out", running, Team(1, 2, "cpu"))
     assert (caught.value.code, caught.value.found) == ("team-lost", "connection closed by peer")

@@ -16,7 +16,7 @@ from runner import Run, run
 from w4pack.convert.api import convert as convert_api
 from w4pack.convert.api import verify
 from w4pack.convert.errors import Refused, UsageError, W4PackError
-from w4pack.convert.jobs.conversion import Running
+from w4pack.convert.jobs.running import Running
 from w4pack.convert.rotate.rotation import make_rotation
 
 # One rounding of every weight, half a unit in the last place each, random in sign: the logits of these models

@@ -1,0 +1,78 @@
+"""Whether OUT is already the published result of a plan, and of the source as it is now."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from w4pack.convert.errors import Refused
+from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
+from w4pack.convert.files.local import LocalStore
+from w4pack.convert.jobs import manifest, sidefiles
+from w4pack.convert.jobs.compare import Failure, compare_files
+from w4pack.convert.jobs.staging import Staging
+from w4pack.convert.jobs.verify import compare_output, refuse_damaged
+from w4pack.convert.planning.plan import Plan
+from w4pack.convert.source.detect import Source
+
+
+def finished_plan(out: Path, plan: Plan) -> dict[str, Any] | None:
+    """Return the manifest of OUT if OUT says that it is the published result of this plan, else None."""
+    staging = Staging(out)
+    if staging.out.exists() or not (staging.standing / manifest.NAME).is_file():
+        return None
+    value = manifest.load(staging.standing)
+    return value if value.get("plan") == plan.digest else None
+
+
+def finished_before(out: Path, plan: Plan, source: Source, threads: int) -> bool:
+    """Tell whether OUT is already the published result of this plan; a staging folder left is removed.
+
+    The plan holds sizes and headers of the source's files; their data is compared too, with the hashes
+    that ``--strict`` took or else with OUT, value by value. Raises Refused if the source changed since,
+    VerifyError if OUT did.
+    """
+    value = finished_plan(out, plan)
+    if value is None:
+        return False
+    staging = Staging(out)
+    with open_checkpoint(LocalStore(out)) as written:
+        refuse_damaged(written, value, threads)
+        _refuse_changed(written, value, source, plan, threads)
+    staging.remove_old()
+    shutil.rmtree(staging.root, ignore_errors=True)
+    return True
+
+
+def _refuse_changed(
+    written: Checkpoint, value: Mapping[str, Any], source: Source, plan: Plan, threads: int
+) -> None:
+    """Raise Refused if the source is not the one that OUT was made of."""
+    recorded = _hashes(value)
+    hashed = {f.name: f.sha256 for f in plan.files if f.sha256 and recorded.get(f.name)}
+    if len(hashed) == len(plan.files):
+        failures = [Failure(n, "hash", recorded[n], sha) for n, sha in hashed.items() if sha != recorded[n]]
+        failures += compare_files(sidefiles.carried(source.checkpoint), written, source.checkpoint)
+    else:
+        failures = compare_output(written, value, source, plan, threads)[1]
+    if failures:
+        first = failures[0]
+        raise Refused(
+            "the source changed after OUT was made",
+            code="resume-differs",
+            where=first.tensor,
+            expected=first.expected,
+            found=first.found,
+            hint="convert again with `--overwrite`, without `--resume`",
+        )
+
+
+def _hashes(value: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sha256 of each source file that a manifest records, as far as it does."""
+    files = value["source"].get("files")
+    found = [f for f in files if isinstance(f, dict)] if isinstance(files, list) else []
+    return {
+        f["name"]: f["sha256"]
+        for f in found
+        if isinstance(f.get("name"), str) and isinstance(f.get("sha256"), str)
+    }

@@ -1,0 +1,51 @@
+"""The source as a job knows it again: where it lies, its weight files, the manifest of one that is ours."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.store import Blob, chunks, digest
+from w4pack.convert.jobs import manifest
+from w4pack.convert.jobs.verify import refuse_damaged
+from w4pack.convert.planning.plan import SourceFile
+
+HEAD_BYTES = 1 << 20  # bytes of a pickle that identify it without ``--strict``
+
+
+def folder_of(checkpoint: Checkpoint) -> Path | None:
+    """Return the folder a checkpoint lies in, or None if it is read from elsewhere."""
+    root = getattr(checkpoint.store, "root", None)
+    return None if root is None else Path(root)
+
+
+def source_files(checkpoint: Checkpoint, *, strict: bool) -> tuple[SourceFile, ...]:
+    """Identify the source's weight files: size, digest of the header, sha256 of the whole if ``strict``."""
+    found = []
+    for name in checkpoint.weight_files:
+        blob = checkpoint.store.blob(name)
+        whole = digest(chunks(blob.read_into, blob.size)) if strict else None
+        found.append(SourceFile(name, blob.size, header_digest(blob), whole))
+    return tuple(found)
+
+
+def header_digest(blob: Blob) -> str:
+    """Return the sha256 of a file's first bytes: of a safetensors file, its whole header."""
+    prefix = bytearray(min(8, blob.size))
+    blob.read_into(0, memoryview(prefix))
+    length = int.from_bytes(prefix, "little") if blob.name.endswith(".safetensors") else HEAD_BYTES
+    head = bytearray(min(8 + length, blob.size))
+    blob.read_into(0, memoryview(head))
+    return hashlib.sha256(head).hexdigest()
+
+
+def manifest_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return the manifest of a source that w4pack itself wrote, or None."""
+    return manifest.of_store(checkpoint.store.read, checkpoint.store.files())
+
+
+def refuse_damaged_source(checkpoint: Checkpoint, value: Mapping[str, Any] | None, threads: int) -> None:
+    """Raise VerifyError if a source that w4pack wrote is no longer what its manifest says."""
+    if value is not None:
+        refuse_damaged(checkpoint, value, threads)

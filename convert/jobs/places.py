@@ -1,0 +1,66 @@
+"""Where OUT may be: apart from the source, free or to be replaced, with room, and nobody else at work."""
+
+import shutil
+from pathlib import Path
+
+from w4pack.convert.errors import OutputError
+from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.jobs import journal
+from w4pack.convert.jobs.complete import finished_plan
+from w4pack.convert.jobs.identity import folder_of
+from w4pack.convert.jobs.running import Running
+from w4pack.convert.jobs.staging import Staging, check_apart, existing_parent
+from w4pack.convert.planning.plan import Plan
+
+
+def settle_place(source: Checkpoint, out: Path, running: Running) -> None:
+    """Put OUT back if an overwrite died; raise OutputError if it cannot be where it is asked to be."""
+    _check_apart(source, out)
+    Staging(out).put_back()
+    check_place(source, out, running)
+
+
+def check_place(source: Checkpoint, out: Path, running: Running) -> None:
+    """Raise OutputError if OUT cannot be where it is asked to be; with ``--resume`` the plan decides more."""
+    _check_apart(source, out)
+    if not running.resume:
+        Staging(out).check(overwrite=running.overwrite, resume=False)
+
+
+def _check_apart(source: Checkpoint, out: Path) -> None:
+    folder = folder_of(source)
+    if folder is not None:
+        check_apart(folder, out)
+
+
+def check_resumed(out: Path, plan: Plan, running: Running) -> None:
+    """Raise what a run with ``--resume`` would raise before it does anything: the plan is known now.
+
+    Raises OutputError for an OUT that it cannot replace, Refused for an interrupted run of another job.
+    """
+    if running.resume and finished_plan(out, plan) is None:
+        staging = Staging(out)
+        staging.check(overwrite=running.overwrite, resume=True)
+        if staging.journal.is_file():
+            journal.read(staging.journal, plan)
+
+
+def check_disk(plan: Plan, staging: Staging) -> None:
+    """Raise OutputError if the file system cannot hold the output."""
+    place = existing_parent(staging.root)
+    have = (
+        sum(f.stat().st_blocks * 512 for f in staging.out.glob("*.safetensors"))
+        if staging.out.is_dir()
+        else 0
+    )
+    needed = plan.disk_bytes - have
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise OutputError(
+            "not enough room for the output",
+            code="disk-full",
+            where=str(place),
+            expected=f"{needed:,} bytes",
+            found=f"{free:,} bytes free",
+            hint="free some space, or choose another OUT",
+        )
