@@ -5,9 +5,12 @@
 //
 //  1 Loads x (16 bit), or round16(act(gate) * up), into padded lines; tensor cores apply H_m, butterflies of the bits of
 //    a column inside the slice follow, with one exchange in shared memory: steps 2 to 4 of hadamard_dense.cu.
-//  2 Blocks meet; each reads an eighth of all eight blocks' values (shared memory of the cluster), 16 columns a thread,
-//    and takes the three highest bits of a column by shuffles: lane bits 1 to 3 are the block that a value came from.
-//  3 The largest value of every warp goes to all blocks; they meet again; codes.
+//  2 Each sends every other an eighth of what it has, to where a thread will look for its 16 columns. The three highest
+//    bits of a column are taken by shuffles: lane bits 1 to 3 are the block that a value came from.
+//  3 The largest value of every warp goes to all blocks; codes.
+//
+// Blocks meet before their first word of x only: what is sent is counted by a barrier where it arrives. Meeting again
+// would cost a fence of all memory each time.
 //
 // Requires: m <= MP, C = 8 * SLICE, activation other than a norm, rows 16-byte aligned. Grid: 8 * rows.
 #include "hadamard.cuh"
@@ -31,20 +34,21 @@ template <int ACT_, u32 MP_, u32 LOG_SLICE_> struct Config {
 // Where bits 3, 5, 6 of a column lie when they are counted together.
 DEVICE constexpr u32 spread(u32 i) { return (i & 1) << 3 | (i >> 1 & 1) << 5 | (i >> 2 & 1) << 6; }
 
-DEVICE float4 load_cluster(u32 address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
+// Sends a value, or four, to a block of the cluster, whose barrier counts the bytes.
+DEVICE void send(u32 to, float v, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(v),
+               "r"(barrier)
                : "memory");
-  return v;
 }
-DEVICE void store_cluster(u32 address, float v) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+DEVICE void send(u32 to, const float *v, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+               "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
+               : "memory");
 }
 
 template <class T> struct Slice {
-  u32 in, exchange, local, most, m, rank;
+  u32 in, exchange, gathered, m, rank;
+  u32 each;  // pairs of groups of a block: 16 threads take one, two of them what one block sent
 
   // Steps 1: what the block has of the row, to padded lines.
   template <int ACTIVATION> DEVICE void load(const u16 *x) const {
@@ -112,8 +116,8 @@ template <class T> struct Slice {
         }
   }
 
-  // A group: row group / NT, columns that differ in bits 0, 1, 2, 4. Butterflies of these, to `local`.
-  DEVICE void group(u32 group) const {
+  // A group: row group / NT, columns that differ in bits 0, 1, 2, 4. Butterflies of these, to the thread that takes them.
+  DEVICE void group(u32 group, u32 barrier) const {
     const u32 low = spread(group % T::NT), b5 = low >> 5 & 1, b6 = low >> 6 & 1;
     const u32 line = exchange + 4 * (group / T::NT * T::PITCH + low);
     float v[16];
@@ -127,22 +131,26 @@ template <class T> struct Slice {
     hadamard::butterfly<16, 2>(v);
     hadamard::butterfly<16, 4>(v);
     hadamard::butterfly<16, 8>(v);
+    const u32 pair = group / 2, owner = pair / each, thread = pair % each * 16 + rank * 2 + group % 2;
+    const u32 to = ptx::in_block(gathered, owner);
 #pragma unroll
-    for (u32 q = 0; q < 4; q++)
-      ptx::store_shared_16(local + 64 * group + 16 * (q ^ group / 2 % 4),
-               make_uint4(__float_as_uint(v[4 * q]), __float_as_uint(v[4 * q + 1]), __float_as_uint(v[4 * q + 2]),
-                          __float_as_uint(v[4 * q + 3])));
+    for (u32 q = 0; q < 4; q++) send(to + place(thread, q), v + 4 * q, ptx::in_block(barrier, owner));
   }
 
-  // A group's values of block `from`, and the butterflies between blocks: lane bits 1 to 3 count them.
-  DEVICE void collect(float (&v)[2][8], u32 group, u32 from, u32 lane) const {
-    const u32 at = ptx::in_block(local + 64 * group, from);
+  // A thread's 64 bytes, their pieces XOR-ed so that neighbours do not meet in a bank.
+  DEVICE static u32 place(u32 thread, u32 q) { return 64 * thread + 16 * (q ^ thread / 2 % 4); }
+
+  // This thread's values, and the butterflies between blocks: lane bits 1 to 3 count them.
+  DEVICE void collect(float (&v)[2][8], bool real, u32 lane) const {
     float(&flat)[16] = reinterpret_cast<float(&)[16]>(v);
 #pragma unroll
     for (u32 q = 0; q < 4; q++) {
-      const float4 r = load_cluster(at + 16 * (q ^ group / 2 % 4));
-      flat[4 * q] = r.x, flat[4 * q + 1] = r.y, flat[4 * q + 2] = r.z, flat[4 * q + 3] = r.w;
+      const uint4 r = ptx::load_shared_16(gathered + place(threadIdx.x, q));
+      flat[4 * q] = __uint_as_float(r.x), flat[4 * q + 1] = __uint_as_float(r.y);
+      flat[4 * q + 2] = __uint_as_float(r.z), flat[4 * q + 3] = __uint_as_float(r.w);
     }
+#pragma unroll
+    for (u32 i = 0; i < 16; i++) flat[i] = real ? flat[i] : 0.0f;  // nothing was sent
 #pragma unroll
     for (u32 step = 2; step < 16; step *= 2) {
       const float sign = lane & step ? -1.0f : 1.0f;
@@ -169,15 +177,25 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 2)
           int width, int bits, int order, float clip) {
   using T = Config<CONFIG>;
   __shared__ __align__(16) u8 in[2 * T::MP * T::PITCH];
-  __shared__ __align__(16) float exchange[T::MP * T::PITCH], local[16 * T::MP * T::NT];
+  __shared__ __align__(16) float exchange[T::MP * T::PITCH], gathered[16 * THREADS];
   __shared__ float most[BLOCKS * WARPS];
+  __shared__ u64 barriers[2];  // of what comes to `gathered`, to `most`
   __shared__ uint4 fragments[T::KT * T::KT * 32];
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % BLOCKS, row = blockIdx.x / BLOCKS;
-  const Slice<T> slice{ptx::shared_address(in), ptx::shared_address(exchange), ptx::shared_address(local),
-                       ptx::shared_address(most), m, rank};
+  const u32 pairs = m * T::NT / 2, each = (pairs + BLOCKS - 1) / BLOCKS;
+  const Slice<T> slice{ptx::shared_address(in), ptx::shared_address(exchange), ptx::shared_address(gathered), m, rank, each};
   const Quantizer q{out, scales, width, bits, order, clip};
+  const u32 values_come = ptx::shared_address(barriers), largest_come = values_come + 8;
 
   ptx::launch_dependents();
+  if (threadIdx.x == 0) {
+    ptx::barrier_init(values_come, 1), ptx::barrier_init(largest_come, 1);
+    ptx::barrier_init_fence();
+    const u32 own = rank * each < pairs ? min(each, pairs - rank * each) : 0;
+    ptx::barrier_arrive_expect(values_come, own * 16 * 64);
+    ptx::barrier_arrive_expect(largest_come, BLOCKS * WARPS * 4);
+  }
+  ptx::cluster_meets();
   for (u32 i = threadIdx.x; i < T::KT * T::KT * 32; i += THREADS) fragments[i] = matrix[i];
   ptx::wait_for_previous_kernel();
   x += row * ldx;
@@ -190,21 +208,21 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 2)
   __syncthreads();
   if (warp < 2 * T::KT) slice.task(fragments, warp / 2, warp % 2, lane);
   __syncthreads();
-  if (threadIdx.x < m * T::NT) slice.group(threadIdx.x);
-  ptx::cluster_meets();
+  if (threadIdx.x < m * T::NT) slice.group(threadIdx.x, values_come);
 
   // A pair of groups makes whole blocks of 32 columns; this block's share of them: 16 lanes a pair.
-  const u32 pairs = m * T::NT / 2, each = (pairs + BLOCKS - 1) / BLOCKS;
   const u32 pair = rank * each + threadIdx.x / 16, from = threadIdx.x / 2 % BLOCKS;
   const bool real = threadIdx.x / 16 < each && pair < pairs;
   const u32 group = 2 * (real ? pair : 0) + threadIdx.x % 2;
   float v[2][8], largest = 0.0f;
-  slice.collect(v, group, from, lane);
+  ptx::barrier_wait(values_come, 0);
+  slice.collect(v, real, lane);
 #pragma unroll
   for (u32 i = 0; i < 16; i++) largest = hadamard::max_abs(largest, v[i / 8][i % 8]);
   largest = hadamard::warp_max(largest);
-  if (lane < BLOCKS) store_cluster(ptx::in_block(slice.most + 4 * (rank * WARPS + warp), lane), largest);
-  ptx::cluster_meets();
+  if (lane < BLOCKS)
+    send(ptx::in_block(ptx::shared_address(most + rank * WARPS + warp), lane), largest, ptx::in_block(largest_come, lane));
+  ptx::barrier_wait(largest_come, 0);
   largest = hadamard::warp_max(hadamard::max_abs(most[lane], most[lane + 32]));
   const hadamard::RowScale scale(largest, factor, q);
   if (blockIdx.x % BLOCKS == 0 && threadIdx.x == 0 && bits != 16) scales[row] = scale.scale;

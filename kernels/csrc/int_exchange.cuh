@@ -87,7 +87,6 @@ template <class T> struct Exchange {
   DEVICE void hand_over(const IntSums<T> &part) const {
     u8 *const target = partials(blockIdx.x);
     each_pair(part, [&](int at, int a, int b) { __stcg(reinterpret_cast<int2 *>(target + at), make_int2(a, b)); });
-    __threadfence();
     meet();
     if (threadIdx.x % 128 == 0) ptx::store_release(flag(blockIdx.x), 1);
   }

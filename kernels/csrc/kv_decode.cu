@@ -490,13 +490,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
       *reinterpret_cast<float4 *>(part + head * PITCH + at) = y;
   }
   if (splits == 1) return;
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) arrived = atomicInc(arrivals + row, splits - 1);  // back to 0 with the last
+  if (threadIdx.x == 0) arrived = ptx::count_arrival(arrivals + row, splits - 1);  // back to 0 with the last
   __syncthreads();
   if (arrived != static_cast<u32>(splits) - 1) return;
 
-  __threadfence();
   part = parts + row * splits * RESULT;
   float *largest = reinterpret_cast<float *>(shared), *total = largest + splits * HEADS;
   for (int i = threadIdx.x; i < splits * 2 * HEADS; i += 32 * WARPS) {

@@ -208,6 +208,13 @@ DEVICE u32 fetch_add(u32 *count, u32 v) {
   return old;
 }
 
+// Counts up to `last` and begins again; what this thread's block wrote before it met is there for who counts after.
+DEVICE u32 count_arrival(u32 *count, u32 last) {
+  u32 old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(count), "r"(last) : "memory");
+  return old;
+}
+
 // Through the L2, where other blocks see it.
 DEVICE void store_16_relaxed(void *to, const float *v) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])

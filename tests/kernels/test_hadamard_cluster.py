@@ -83,7 +83,7 @@ def fragments(form: quantize_plan.Dense, m: int, transform: Transform) -> np.nda
 
 
 def local(h: np.ndarray, lines: np.ndarray, m: int) -> np.ndarray:
-    """Return what one block has after its own steps, (groups, 16), places as in its shared memory.
+    """Return what one block has after its own steps, (groups, 16).
 
     Args:
         h: the matrix, (32, 32).
@@ -108,24 +108,32 @@ def local(h: np.ndarray, lines: np.ndarray, m: int) -> np.ndarray:
         line = group // nt * pitch + low
         at = [line + 16 * (q // 2 ^ low >> 6 & 1) + 4 * (q % 2 ^ low >> 5 & 1) for q in range(4)]
         v = np.concatenate([exchange[a : a + 4] for a in at]) @ matrix(16, "sylvester")
-        for q in range(4):
-            first = 4 * (q ^ group // 2 % 4)
-            out[group, first : first + 4] = v[4 * q : 4 * q + 4]
+        out[group] = v
     return out
 
 
 def shared(m: int, log_slice: int, blocks: np.ndarray) -> np.ndarray:
-    """Return the row from what its blocks have, (8, groups, 16): each takes a share of all of them."""
+    """Return the row from what its blocks have, (8, groups, 16): each is sent a share of all of them."""
     nt, c = (1 << log_slice) // 16, BLOCKS << log_slice
     pairs, out, thread = m * nt // 2, np.full(m * c, np.nan), np.arange(THREADS)
     each = -(-pairs // BLOCKS)
     assert each <= THREADS // 16  # sixteen threads a pair
+    place = 16 * thread[:, None] + 4 * (np.arange(4) ^ (thread // 2 % 4)[:, None])  # in floats, by piece
+    for i, q in np.ndindex(THREADS // 8, 4):
+        assert np.unique(place[8 * i : 8 * i + 8, q] // 4 % 8).size == 8  # eight lanes meet in no bank
     for rank in range(BLOCKS):
+        gathered = np.full(16 * THREADS, np.nan)
+        for source, group, q in np.ndindex(BLOCKS, m * nt, 4):
+            if group // 2 // each == rank:
+                at = place[group // 2 % each * 16 + source * 2 + group % 2, q]
+                assert np.isnan(gathered[at : at + 4]).all()  # each place is written once
+                gathered[at : at + 4] = blocks[source, group, 4 * q : 4 * q + 4]
+        expected = min(each, max(0, pairs - rank * each)) * 16 * 64  # bytes that the barrier waits for
+        assert 4 * np.count_nonzero(~np.isnan(gathered)) == expected
         pair, source = rank * each + thread // 16, thread // 2 % BLOCKS
         real = (thread // 16 < each) & (pair < pairs)
         group = 2 * np.where(real, pair, 0) + thread % 2
-        place = 4 * (np.arange(4) ^ (group // 2 % 4)[:, None])[..., None] + np.arange(4)
-        v = blocks[source[:, None], group[:, None], place.reshape(THREADS, 16)]
+        v = gathered[place[..., None] + np.arange(4)].reshape(THREADS, 16)
         for step in (2, 4, 8):
             v = np.where(thread & step, -1, 1)[:, None] * v + v[thread ^ step]
         block = (group // nt * c + (source << log_slice) + (spread(group % nt) & ~8)) // 32
