@@ -51,7 +51,7 @@ class W4PackError(Exception):
 
     def __str__(self) -> str:
         """Return the text form; of several problems the first few of each rule, with a count of the rest."""
-        if len(self.problems) < 2:
+        if len(self.problems) < 2 or self.tells_all:
             return self._text()
         rules: dict[tuple[str, str], list[W4PackError]] = {}
         for problem in self.problems:
@@ -69,6 +69,7 @@ class W4PackError(Exception):
         return "\n".join(lines)
 
     problems: tuple["W4PackError", ...] = ()
+    tells_all = False  # its own fields tell of all problems at once
 
     def to_json(self) -> dict[str, object]:
         """Return the fields of the ``error`` event; ``problems`` lists every one where several were found."""
@@ -194,12 +195,16 @@ class Refused(W4PackError):
 
     @classmethod
     def together(cls, problems: Sequence[W4PackError]) -> W4PackError:
-        """Merge ``problems`` into one error; a broken source (exit 1) outranks a refusal (exit 3)."""
+        """Merge ``problems`` into one error; a broken source (exit 1) outranks a refusal (exit 3).
+
+        Checks that failed, all of them, stay one that did (exit 4).
+        """
         if len(problems) == 1:
             return problems[0]
         broken = [p for p in problems if p.exit_code == EXIT_FAILED]
         first = (broken or list(problems))[0]
-        kind: type[W4PackError] = SourceError if broken else cls
+        checks = all(isinstance(p, VerifyError) for p in problems)
+        kind: type[W4PackError] = SourceError if broken else VerifyError if checks else cls
         merged = kind(
             first.what,
             code=first.code,

@@ -6,18 +6,24 @@ one in memory at a time. Imports nothing heavy when loaded.
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from w4pack.convert.console import Given, print_json, question_reporter, where_of
-from w4pack.convert.errors import UsageError, W4PackError
+from w4pack.convert.errors import Refused, UsageError, W4PackError
 from w4pack.convert.events import SCHEMA, Reporter
+from w4pack.convert.files import samples
+from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.exchanged import refuse_exchanged
+from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.jobs import manifest
 from w4pack.convert.jobs.running import Running, check_device
 from w4pack.convert.opening import Where, opened
 from w4pack.convert.quantize.texts import Texts
 from w4pack.convert.quantized import FIRST, require_extras, threads
 from w4pack.convert.source.detect import Source, read_source
+from w4pack.convert.source.online import lost, records_of
 from w4pack.convert.source.reading import DetectOptions
 
 if TYPE_CHECKING:
@@ -93,7 +99,7 @@ def evaluate(
 
     place, told, target = where or Where(), reporter or Quiet(), device_of(device)
     with threads(Running(threads=workers).workers), opened(path, place, told) as (checkpoint, _):
-        source = read_source(checkpoint, DetectOptions())
+        source = _read(checkpoint)
         cut = _windows(source, str(text), windows, seqlen)
         between = _runtime(source, act_bits, kv_bits)
         own = _through(source, cut, target, between)
@@ -101,7 +107,7 @@ def evaluate(
             found = _alone(own, path)
         else:
             with opened(against, place, told) as (other, _):
-                found = _beside(own, path, read_source(other, DetectOptions()), against, cut, target)
+                found = _beside(own, path, _read(other), against, cut, target)
         shared = _overlap(checkpoint.store.read, checkpoint.store.files(), cut)
     value = {"schema": SCHEMA, "path": str(path), **_text(Texts(str(text)).name, cut), **_figures(found[0])}
     value |= {"act_bits": between.act_bits, "kv_bits": between.kv_bits, "calibration_overlap": shared}
@@ -109,6 +115,35 @@ def evaluate(
     if shared > OVERLAP:
         told.event("warning", code="calibration-overlap", where=value["text"], text=_overlap_text(shared))
     return value
+
+
+def _read(checkpoint: Checkpoint) -> Source:
+    """Understand a model. Raises what loaders raise for an artifact that was changed since it was written.
+
+    VerifyError for tensors that were exchanged, SourceError for online records that are lost.
+    """
+    source = read_source(checkpoint, DetectOptions())
+    if not source.problems and not records_of(source):
+        lost_of_it = list(lost(source))
+        if lost_of_it:
+            raise Refused.together(lost_of_it)
+    value = manifest.of_store(checkpoint.store.read, checkpoint.store.files()) or {}
+    told = {name: entry.get("sample") for name, entry in value.get("tensors", {}).items()}
+    written = {name: sample for name, sample in told.items() if isinstance(sample, str)}
+    infos = [info for name, info in checkpoint.tensors.items() if name in written]
+    refuse_exchanged(infos, written, partial(_sample, checkpoint), checkpoint.label)
+    return source
+
+
+def _sample(checkpoint: Checkpoint, info: TensorInfo) -> str:
+    """Return a tensor's sample as it lies in the file."""
+
+    def read(offset: int, length: int) -> bytes:
+        held = bytearray(length)
+        checkpoint.read_into(info, offset, memoryview(held))
+        return bytes(held)
+
+    return samples.digest(read, 0, info.nbytes)
 
 
 def _windows(source: Source, text: str, windows: int, seqlen: int) -> "torch.Tensor":

@@ -143,14 +143,7 @@ def _unknown(key: str, found: str, label: str) -> W4PackError:
             found=found,
             hint="use the version of w4pack that wrote it, or a later one",
         )
-    return Refused(
-        f"the artifact's config has a `{key}` that this version of w4pack does not know",
-        code="artifact-unknown",
-        where=where,
-        found=found,
-        expected="what the same version wrote",
-        hint="use the version of w4pack that wrote it, or a later one",
-    )
+    return dialect.unknown(key, found, where)
 
 
 # ---------------------------------------------------------------- tensors

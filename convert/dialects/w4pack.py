@@ -13,7 +13,7 @@ from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.dialects import Claims, ModuleClaim, TargetModel, reading
 from w4pack.convert.dialects.online import parse
 from w4pack.convert.dialects.rules import common_scheme
-from w4pack.convert.errors import W4PackError
+from w4pack.convert.errors import Refused, W4PackError
 
 METHODS = ("w4pack",)
 
@@ -45,6 +45,18 @@ def claims(config: Mapping[str, Any]) -> Claims:
         for_module=for_module,
         lm_head="lm_head" not in dense,
         refusals=refusals,
+    )
+
+
+def unknown(key: str, found: str, where: str) -> Refused:
+    """Return the refusal of what this version does not know in an artifact's block. See ``claims``."""
+    return Refused(
+        f"the artifact's config says something of `{key}` that this version of w4pack does not know",
+        code="artifact-unknown",
+        where=where,
+        expected="what the same version wrote",
+        found=found,
+        hint="use the version of w4pack that wrote it, or a later one",
     )
 
 

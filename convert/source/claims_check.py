@@ -7,6 +7,7 @@ from w4pack.convert import dialects
 from w4pack.convert.core.scheme import ONE_GROUP
 from w4pack.convert.dialects import Claims, ModuleClaim
 from w4pack.convert.dialects.others import other_method
+from w4pack.convert.dialects.w4pack import unknown
 from w4pack.convert.errors import FROM_16_BIT, Refused, SourceError, W4PackError
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.formats import Match
@@ -119,14 +120,7 @@ def lets_pass(asked: str, key: str) -> bool:
 def _unknown_artifact(claims: Claims, quant_file: str | None) -> Iterable[W4PackError]:
     """Refuse what this version does not know of an artifact: its numbers may mean something else."""
     for key, value in claims.refusals:
-        yield Refused(
-            f"the artifact's config has a `{key}` that this version of w4pack does not know",
-            code="artifact-unknown",
-            where=f"{quant_file}: {key}",
-            expected="what the same version wrote",
-            found=value,
-            hint="use the version of w4pack that wrote it, or a later one",
-        )
+        yield unknown(key, value, f"{quant_file}: {key}")
 
 
 def unknown_method(quant_config: Mapping[str, Any], quant_file: str | None) -> W4PackError:

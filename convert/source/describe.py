@@ -35,7 +35,7 @@ def describe(facts: ModelFacts, path: str, records: Online) -> dict[str, Any]:
         "other": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in facts.dense],
         "tied": tied(facts),
         "online": online_shown.to_json(records) if records else None,
-        "warnings": [dict(warning_fields(w)) for w in facts.warnings],
+        "warnings": [dict(warning_fields(w)) for w in (*facts.warnings, *facts.unfit)],
     }
 
 

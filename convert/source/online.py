@@ -1,16 +1,26 @@
 """Whether a model has a place for all that its ``online`` records say: loader, `eval` and `check` ask here.
 
-Names and widths are enough: nothing but headers is read.
+Names and widths are enough: nothing but headers is read, and the beginning of the manifest.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from w4pack.convert.core.facts import DenseFacts, ModelFacts, Warning_
 from w4pack.convert.core.scheme import WIDE
-from w4pack.convert.dialects.online import HEAD_SIZES, Online, Settings, misfit, parse
+from w4pack.convert.dialects.online import (
+    HEAD_SIZES,
+    Online,
+    Settings,
+    lost_records,
+    misfit,
+    parse,
+    ran_online,
+)
 from w4pack.convert.errors import Refused, W4PackError
+from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.rotate import orders
 from w4pack.convert.rotate.accounting import Layer, layers_of
@@ -92,6 +102,8 @@ def refuse_architecture(architecture: Architecture) -> None:
         )
 
 
+MANIFEST = "w4pack.json"
+HEAD_BYTES = 1 << 16  # of a manifest: options, which may name many layers, lie before its large tables
 GUIDE = "k_guide"
 
 
@@ -186,7 +198,39 @@ def _either(sizes: set[int]) -> str:
 
 def problems_of(source: Source) -> tuple[W4PackError, ...]:
     """Return what stops w4pack's loader from running the records of an artifact as they were calibrated."""
-    return _problems(records_of(source), source.config, dict(source.checkpoint.tensors), _linears(source))
+    records = records_of(source)
+    if not records:
+        return tuple(lost(source))
+    return _problems(records, source.config, dict(source.checkpoint.tensors), _linears(source))
+
+
+def lost(source: Source) -> Iterator[W4PackError]:
+    """Yield what says that an artifact without records had some: the options it was made with, or guides."""
+    if source.claims is None or source.claims.method != "w4pack" or source.claims.refusals:
+        return
+    if ran_online(manifest_options(source.checkpoint)):
+        yield lost_records(source.checkpoint.label)
+        return
+    stray = next((name for name in source.checkpoint.tensors if name.endswith(f".{GUIDE}")), None)
+    if stray is not None:
+        yield misfit("kv_quant", f"a record, as there is {stray}", "none")
+
+
+def manifest_options(checkpoint: Checkpoint) -> Any:
+    """Return the options that an artifact was made with, None where its manifest does not tell them.
+
+    They stand at its beginning, so of a far manifest of megabytes no more is read.
+    """
+    if MANIFEST not in checkpoint.store.files():
+        return None
+    blob = checkpoint.store.blob(MANIFEST)
+    head = bytearray(min(blob.size, HEAD_BYTES))
+    blob.read_into(0, memoryview(head))
+    _, named, rest = head.decode("utf-8", "replace").partition('"options":')
+    try:
+        return json.JSONDecoder().raw_decode(rest.lstrip())[0] if named else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def planned_problems(facts: ModelFacts) -> tuple[W4PackError, ...]:

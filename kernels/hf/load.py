@@ -55,8 +55,8 @@ def load(
         UsageError: a device that is missing or too old, a dtype that the kernels do not take, bits that the
             artifact does not have.
         Refused: no artifact, or one of an unknown kind; a model class without a place for a packed layer.
-        SourceError: files that are broken, or that the model does not fit; hashes that differ.
-        VerifyError: tensors that were exchanged.
+        SourceError: files that are broken, or that the model does not fit.
+        VerifyError: tensors that were exchanged; hashes that differ.
     """
     target, threads = _device(device), _threads(threads)
     artifact = open_artifact(path, online=True)

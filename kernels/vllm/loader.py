@@ -158,7 +158,7 @@ class W4PackModelLoader(DefaultModelLoader):
 
         Raises:
             SourceError: see ``hashes``.
-            VerifyError: tensors that were exchanged.
+            VerifyError: tensors that were exchanged, or whose hashes differ.
         """
         found = source.of_folder(folder).artifact
         assert found is not None

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 library = pytest.importorskip("safetensors.torch")
 
-from w4pack.convert.errors import SourceError, UsageError, W4PackError  # noqa: E402
+from w4pack.convert.errors import EXIT_VERIFY, SourceError, UsageError, VerifyError, W4PackError  # noqa: E402
 from w4pack.kernels import hashes, linears, movers, transfer  # noqa: E402
 from w4pack.kernels.artifact import open_artifact  # noqa: E402
 from w4pack.kernels.placement import concat, make_plan, rest, stack, take  # noqa: E402
@@ -366,9 +366,10 @@ def test_a_changed_byte_is_found_by_the_hashes(
         file.seek(info.offset + 777)
         file.write(bytes([byte[0] ^ 1]))
     transfer.load_tensors(artifact, targets, "cpu")
-    with pytest.raises(SourceError) as caught:
+    with pytest.raises(VerifyError) as caught:
         transfer.load_tensors(artifact, targets, "cpu", check_hashes=True)
     assert (caught.value.code, caught.value.where) == ("tensor-hash", f"{info.file}, b.weight")
+    assert caught.value.exit_code == EXIT_VERIFY
     transfer.load_tensors(artifact, linears.alone(artifact, "a"), "cpu", check_hashes=True)
 
 
@@ -390,7 +391,7 @@ def test_a_tensor_without_a_hash(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "w4pack.json").read_text())
     del manifest["tensors"]["a.weight"]
     (tmp_path / "w4pack.json").write_text(json.dumps(manifest))
-    with pytest.raises(SourceError) as caught:
+    with pytest.raises(VerifyError) as caught:
         transfer.load_tensors(artifact, rest(artifact.tensors, ()), "cpu", check_hashes=True)
     assert caught.value.expected == "a sha256 in w4pack.json"
 

@@ -79,7 +79,7 @@ def test_tensors_that_were_exchanged_are_refused_before_they_are_loaded(
     tensors = load_file(tmp_path / "model.safetensors")
     one, other = (f"{name}.weight" for name in names)
     save_file(tensors | {one: tensors[other], other: tensors[one]}, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError if how else VerifyError) as caught:
+    with pytest.raises(VerifyError) as caught:
         loader(**how)._check_files(str(tmp_path))
     code = "tensor-hash" if how else "tensor-exchanged"
     assert [p.code for p in caught.value.problems] == [code, code]
