@@ -95,14 +95,21 @@ hub_options = _options(
     click.option("--cache-dir", help="Folder for downloads, in place of the Hub client's own cache."),
     click.option("--local-files-only", is_flag=True, help="Use what is in the cache; ask no server."),
 )
-output_options = _options(
-    click.option(
-        "--json", "as_json", is_flag=True, help="Print JSON: one object for a question, lines for a job."
-    ),
-    click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
-    click.option("-v", "--verbose", is_flag=True, help="Print more: every warning, every layer."),
-    click.option("--debug", is_flag=True, help="Show the traceback of an unexpected error."),
-)
+
+
+def _output_options(quiet: str) -> Callable[[F], F]:
+    return _options(
+        click.option(
+            "--json", "as_json", is_flag=True, help="Print JSON: one object for a question, lines for a job."
+        ),
+        click.option("-q", "--quiet", is_flag=True, help=quiet),
+        click.option("-v", "--verbose", is_flag=True, help="Print more: every warning, every layer."),
+        click.option("--debug", is_flag=True, help="Show the traceback of an unexpected error."),
+    )
+
+
+output_options = _output_options("Print nothing but errors.")
+answer_options = _output_options("Print nothing but the answer and errors.")  # without it there is no use
 running_options = _options(
     click.option(
         "--threads", type=click.IntRange(0, 64), default=0, help="Worker threads; 0: one per core, at most 8."
@@ -473,7 +480,7 @@ def push(**given: Any) -> None:
     "--threads", type=click.IntRange(0, 64), default=0, help="Worker threads; 0: one per core, at most 8."
 )
 @hub_options
-@output_options
+@answer_options
 def evaluate(**given: Any) -> None:
     """Measure the perplexity of PATH (a folder or ORG/NAME, in any form that w4pack reads), and with
     --against how far its predictions are from those of its source.
@@ -539,7 +546,7 @@ def evaluate(**given: Any) -> None:
     help="Of keys and values in the cache, likewise.",
 )
 @hub_options
-@output_options
+@answer_options
 def generate(**given: Any) -> None:
     """Load the artifact PATH (a folder or ORG/NAME) and continue or answer each PROMPT; `-` reads it from
     stdin.
@@ -586,7 +593,7 @@ def generate(**given: Any) -> None:
     type=click.Choice(["float16", "bfloat16", "float32"]),
     help="dtype of activations, float16 or bfloat16; without it the model's, or float16.",
 )
-@output_options
+@answer_options
 def bench(**given: Any) -> None:
     """Time every distinct layer of the artifact PATH, fused as it is loaded, or a SHAPE: share of the floor,
     time, speed-up over the 16-bit product of torch in the same run. A wrong result is an error.

@@ -216,7 +216,7 @@ def _print_plan(
     *,
     dry: bool,
 ) -> None:
-    if given["quiet"] and not (dry or given["as_json"]):
+    if given["quiet"] and not given["as_json"]:
         return
     event = plan_event(plan, warnings, facts, source)
     if given["as_json"]:

@@ -5,14 +5,15 @@ one in memory at a time. Imports nothing heavy when loaded.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from w4pack.convert.console import Given, print_json, question_reporter, where_of
+from w4pack.convert.core.facts import Warning_
 from w4pack.convert.errors import Refused, UsageError, W4PackError
-from w4pack.convert.events import SCHEMA, Reporter
+from w4pack.convert.events import SCHEMA, Reporter, warning_fields
 from w4pack.convert.files import samples
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.exchanged import refuse_exchanged
@@ -101,6 +102,8 @@ def evaluate(
     with threads(Running(threads=workers).workers), opened(path, place, told) as (checkpoint, _):
         source = _read(checkpoint)
         cut = _windows(source, str(text), windows, seqlen)
+        for warning in _too_long(cut, source.config):
+            told.event("warning", **warning_fields(warning))
         between = _runtime(source, act_bits, kv_bits)
         own = _through(source, cut, target, between)
         if against is None:
@@ -144,6 +147,12 @@ def _sample(checkpoint: Checkpoint, info: TensorInfo) -> str:
         return bytes(held)
 
     return samples.digest(read, 0, info.nbytes)
+
+
+def _too_long(cut: "torch.Tensor", config: Mapping[str, Any]) -> Iterator[Warning_]:
+    from w4pack.convert.quantize.calibration import too_long
+
+    return too_long(cut, config)
 
 
 def _windows(source: Source, text: str, windows: int, seqlen: int) -> "torch.Tensor":

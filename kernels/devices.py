@@ -30,5 +30,10 @@ def find(device: torch.device | str) -> torch.device:
 
 def _none(device: str, found: str) -> UsageError:
     return UsageError(
-        "no such device", code="no-device", where=device, expected="cpu, cuda or cuda:N", found=found
+        "no such device",
+        code="no-device",
+        where=device,
+        expected="cpu, cuda or cuda:N",
+        found=found,
+        hint="the device `cpu` is always there",
     )

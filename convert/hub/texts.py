@@ -17,7 +17,7 @@ from w4pack.convert.core.families import natural_key
 from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.hub.client import QUICK, hub_error, persist
 from w4pack.convert.hub.resolve import is_hub_id
-from w4pack.convert.quantize.texts import beginning, is_text, objects
+from w4pack.convert.quantize.texts import HALF, WHOLE, beginning, half_of_pair, objects
 
 PREFIX = "hub:"
 SPLIT, COLUMN = "train", "text"
@@ -137,9 +137,8 @@ def _value(row: dict[str, Any] | None, where: str, asked: DataSet) -> str:
     value = row.get(asked.column)
     if not isinstance(value, str):
         raise _no_column(where, asked, sorted(row))
-    if not is_text(value):
-        what, found = "a text is not Unicode", "half of a surrogate pair"
-        raise SourceError(what, where=where, expected="text", found=found)
+    if half := half_of_pair(value):
+        raise SourceError(HALF, where=where, expected=WHOLE, found=half)
     return value
 
 

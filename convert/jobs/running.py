@@ -32,6 +32,7 @@ def check_device(name: str) -> None:
             where="--device",
             expected="cpu, cuda or cuda:N",
             found=name,
+            hint="--device cpu",
         )
 
 

@@ -26,7 +26,7 @@ from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantizing import ModelTensors, default_schemes, fixed_schemes, linears_of
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.planning.unquantized import as_recorded, asked_of, unquantized
-from w4pack.convert.quantize.calibration import Calibration, calibrate, check_windows
+from w4pack.convert.quantize.calibration import Calibration, calibrate, check_windows, too_long
 from w4pack.convert.quantize.clips import ACT_DEFAULTS, KV_DEFAULTS
 from w4pack.convert.rotate.plan import RotationPlan
 from w4pack.convert.rotate.rotated import Rotated
@@ -117,7 +117,7 @@ def prepare(
         origin,
         device,
         calibration,
-        (*found.warnings, *_too_little(calibration, model)),
+        (*found.warnings, *_of_text(calibration, model)),
         None if asked.bpw is None else _chosen(model, options, provider, asked.bpw, device),
         ahead,
         found.rotation,
@@ -189,9 +189,11 @@ def device_of(name: str) -> torch.device:
     except (RuntimeError, AssertionError, ValueError) as err:
         raise UsageError(
             "no such device",
+            code="no-device",
             where="--device",
             expected="cpu, or cuda where torch finds a GPU",
             found=f"{name}: {str(err).partition(chr(10))[0][:100]}",
+            hint="--device cpu",
         ) from err
     return device
 
@@ -222,12 +224,15 @@ def tokenizer_of(source: Source, hint: str | None = None) -> Any:
         ) from err
 
 
-def _too_little(calibration: Calibration | None, model: ModelTensors) -> tuple[Warning_, ...]:
-    """Warn where there are fewer windows than asked for, or fewer tokens than inputs of the widest linear."""
+def _of_text(calibration: Calibration | None, model: ModelTensors) -> tuple[Warning_, ...]:
+    """Warn of windows longer than the model is made for, and of too little text.
+
+    That is fewer windows than asked for, or fewer tokens than inputs of the widest linear.
+    """
     if calibration is None:
         return ()
     widest = max((info.shape[1] for info in linears_of(model.infos).values()), default=0)
-    found = []
+    found = list(too_long(calibration.windows, model.config))
     if calibration.windows.shape[0] < calibration.wanted:
         found.append(
             Warning_(
@@ -235,6 +240,7 @@ def _too_little(calibration: Calibration | None, model: ModelTensors) -> tuple[W
                 calibration.source,
                 f"{calibration.wanted} windows of text",
                 f"{calibration.windows.shape[0]} of {calibration.windows.shape[1]} tokens",
+                f"a longer text has more; `--samples {calibration.windows.shape[0]}` asks for what there is",
             )
         )
     if calibration.tokens < widest:
@@ -244,6 +250,7 @@ def _too_little(calibration: Calibration | None, model: ModelTensors) -> tuple[W
                 calibration.source,
                 f"at least {widest} tokens, the inputs of the widest linear",
                 f"{calibration.tokens} tokens",
+                "take a longer text, or more of it: `--samples`, `--seqlen`",
             )
         )
     return tuple(found)

@@ -10,13 +10,14 @@ beyond ``LETTERS`` characters a token, which is read after all where it turns ou
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from w4pack.convert.core.facts import Warning_
 from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.quantize.texts import Texts
@@ -163,6 +164,19 @@ def check_windows(windows: torch.Tensor, config: Mapping[str, Any], infos: Mappi
             found=f"{largest:,}",
             hint="the tokenizer's files are another model's: fetch those of this checkpoint",
         )
+
+
+def too_long(windows: torch.Tensor, config: Mapping[str, Any]) -> Iterator[Warning_]:
+    """Warn of windows (W, L) beyond the positions that a model was made for, which it computes all the same.
+
+    config  config.json, of whose text model in a model of several kinds
+    """
+    text = config.get("text_config")
+    own = (text if isinstance(text, Mapping) else config).get("max_position_embeddings")
+    length = windows.shape[1]
+    if type(own) is int and 2 <= own < length:
+        expected, found = f"at most {own}, the model's positions", f"windows of {length} tokens"
+        yield Warning_("windows-long", "--seqlen", expected, found, f"`--seqlen {own}` stays within them")
 
 
 def _rows(infos: Mapping[str, TensorInfo], endings: tuple[str, ...]) -> int | None:

@@ -65,13 +65,16 @@ class Texts:
     def _lines(self) -> Iterator[str]:
         for number, line, value in objects(self.file):
             text = (value or {}).get("text")
-            if not isinstance(text, str) or not is_text(text):
+            where = f"{self.where}: line {number}"
+            if not isinstance(text, str):
                 raise UsageError(
                     "a line is not an object with a text",
-                    where=f"{self.where}: line {number}",
+                    where=where,
                     expected='{"text": "..."}',
                     found=line[:60],
                 )
+            if half := half_of_pair(text):
+                raise UsageError(HALF, where=where, expected=WHOLE, found=half, hint="leave out that line")
             yield text
 
 
@@ -97,12 +100,17 @@ def objects(path: Path) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
             if not line.strip():
                 continue
             try:
-                value = json.loads(line)
+                value = json.loads(line, parse_int=float)  # of any length: none of them is text
             except (ValueError, RecursionError):
                 value = None
             yield number, line, value if isinstance(value, dict) else None
 
 
-def is_text(value: str) -> bool:
-    """Whether a string of JSON is text that a tokenizer takes: JSON can spell halves of surrogate pairs."""
-    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+HALF = "a text holds half of a surrogate pair, which no tokenizer takes"
+WHOLE = "characters, or both halves of a pair, high and low"
+
+
+def half_of_pair(value: str) -> str | None:
+    """Return the first half of a surrogate pair that stands alone, as JSON spells it; None: there is none."""
+    halves = () if value.isascii() else (char for char in value if "\ud800" <= char <= "\udfff")
+    return next((f"\\u{ord(char):04x}" for char in halves), None)

@@ -116,6 +116,7 @@ def _tokens(speaker: Speaker, prompt: str) -> "Tensor":
             code="prompt-length",
             expected=f"at most {most - 1} tokens",
             found=str(len(ids)),
+            hint=f"shorten it: prompt and answer together have {most} tokens",
         )
     return torch.tensor([ids], device=speaker.model.device)
 

@@ -261,6 +261,22 @@ def test_error_text_has_the_four_parts_and_goes_to_stderr(ordered: Path, tmp_pat
 # --- quiet, dry run, usage --------------------------------------------------------------------------------
 
 
+def test_a_quiet_dry_run_says_nothing_when_it_works_and_only_the_error_when_not(
+    source: Path, ordered: Path, tmp_path: Path
+) -> None:
+    assert run("convert", source, tmp_path / "out", "--dry-run", "-q").expect(0).text == ""
+    refused = run("convert", ordered, tmp_path / "out", "--to", "awq", "--dry-run", "-q").expect(3)
+    assert refused.err.startswith("error: ") and refused.out == ""
+    told = run("convert", source, tmp_path / "out", "--dry-run", "-q", "--json").expect(0)
+    assert told.events[0]["event"] == "plan"
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:x", "mps"])
+def test_a_device_of_no_kind_is_told_with_a_way_on(name: str, source: Path, tmp_path: Path) -> None:
+    error = run("convert", source, tmp_path / "out", "--device", name, "--json").expect(2).error
+    assert (error["found"], error["hint"]) == (name, "--device cpu")
+
+
 def test_quiet_says_nothing_when_it_works_and_only_the_error_when_not(
     source: Path, ordered: Path, tmp_path: Path
 ) -> None:

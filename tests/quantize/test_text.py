@@ -77,6 +77,41 @@ def test_a_line_that_is_no_text_is_named(line: str, tmp_path: Path) -> None:
     assert caught.value.where == f"{tmp_path / 't.jsonl'}: line 2"
 
 
+@pytest.mark.parametrize("half", ["ud800", "udfff"])
+def test_half_of_a_surrogate_pair_is_told_with_its_line(half: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"text": "\\ud83d\\ude00"}\n{"text": "a\\' + half + '"}')
+    with pytest.raises(UsageError, match="half of a surrogate pair") as caught:
+        list(texts.Texts(str(path)))
+    assert (caught.value.where, caught.value.found) == (f"{path}: line 2", f"\\{half}")
+
+
+def test_numbers_beside_the_text_may_be_of_any_length(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"id": ' + "9" * 10_000 + ', "x": 1e999, "text": "words"}')
+    assert list(texts.Texts(str(path))) == ["words"]
+
+
+def test_too_little_text_is_told_with_a_way_on(llama: Path, book: Path, tmp_path: Path) -> None:
+    done = quantize(llama, tmp_path / "out", "--samples", 10_000, "--dry-run", text=book).expect(0)
+    (short,) = [e for e in done.events if e["event"] == "warning" and e["code"] == "calibration-short"]
+    count = short["found"].partition(" ")[0]
+    assert f"`--samples {count}` asks for what there is" in short["text"]
+    again = quantize(llama, tmp_path / "out", "--samples", count, "--dry-run", text=book).expect(0)
+    assert not [e for e in again.events if e.get("code") == "calibration-short"]
+
+
+@pytest.mark.parametrize(("seqlen", "told"), [(256, []), (257, ["windows of 257 tokens"])])
+def test_windows_beyond_the_model_s_positions_are_told(
+    seqlen: int, told: list[str], llama: Path, book: Path, tmp_path: Path
+) -> None:
+    done = quantize(llama, tmp_path / "out", "--seqlen", seqlen, "--dry-run", text=book).expect(0)
+    long = [e for e in done.events if e["event"] == "warning" and e["code"] == "windows-long"]
+    assert [e["found"] for e in long] == told
+    words = ("eval", llama, "--text", book, "--windows", 1, "--threads", 1, "--seqlen", seqlen)
+    assert ("`--seqlen 256` stays within them" in run(*words).expect(0).err) == bool(told)
+
+
 @pytest.mark.parametrize("make", [None, "folder", "binary"])
 def test_a_text_that_cannot_be_read_is_named(make: str | None, tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
