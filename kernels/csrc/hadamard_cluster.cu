@@ -187,7 +187,6 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 2)
   const Quantizer q{out, scales, width, bits, order, clip};
   const u32 values_come = ptx::shared_address(barriers), largest_come = values_come + 8;
 
-  ptx::launch_dependents();
   if (threadIdx.x == 0) {
     ptx::barrier_init(values_come, 1), ptx::barrier_init(largest_come, 1);
     ptx::barrier_init_fence();
@@ -205,6 +204,7 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 2)
     slice.template load<ACT_GELU_TANH>(x);
   else
     slice.template load<ACT_NONE>(x);
+  ptx::launch_dependents();  // not before x is here: a product's first weights would come in front of it
   __syncthreads();
   if (warp < 2 * T::KT) slice.task(fragments, warp / 2, warp % 2, lane);
   __syncthreads();

@@ -107,8 +107,8 @@ def run(task: Task) -> None:
 def _spread(card: launch.Device, task: Task) -> tuple[int, quantize_plan.Dense, int] | None:
     """Return how eight blocks share each row, or None: one block a row."""
     whole = task.heads == 0 and task.form.width == task.k and task.gain is None and task.kind != "norm"
-    most = quantize_plan.cluster_rows(card.arch, card.multiprocessors, task.transform.order)
-    return quantize_plan.cluster(task.transform) if whole and task.x.shape[0] <= most else None
+    few = task.x.shape[0] <= quantize_plan.cluster_rows(card.arch, card.multiprocessors)
+    return quantize_plan.cluster(task.transform) if whole and few else None
 
 
 def _cluster(

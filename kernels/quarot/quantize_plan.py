@@ -99,7 +99,6 @@ HEADS = (  # a channel is transformed across heads
 CLUSTER_BLOCKS, CLUSTER_THREADS = 8, 256  # of a row; of a block
 CLUSTER_SLICES = (7, 6)  # log2 of the columns of a block, each a kernel
 CLUSTER_ORDER = 14336  # values of a row from which the blocks' meetings pay
-CLUSTER_LONG = 28672  # values of a row from which they pay while the card holds all blocks
 
 
 def cluster_entry(dtype: str, log_slice: int) -> str:
@@ -107,15 +106,13 @@ def cluster_entry(dtype: str, log_slice: int) -> str:
     return f"hadamard_{dtype}_cluster{log_slice}"
 
 
-def cluster_rows(arch: str, multiprocessors: int, order: int) -> int:
-    """Return up to how many rows several blocks a row pay: they take a quarter of the card, or all.
+def cluster_rows(arch: str, multiprocessors: int) -> int:
+    """Return up to how many rows several blocks a row pay: while a multiprocessor has at most one of them.
 
-    On an H200 (132 multiprocessors) one row of 28672 values takes 4.1 us instead of 8.0; a product of 8 rows
-    with its transform 37.7 instead of 40.1 us, of 16 rows 40.1 instead of 41.2. At 14336 values 8 and 16 rows
-    gain nothing.
+    On an H200 (132 multiprocessors) one row of 28672 values takes 4.3 us instead of 8.3, 16 rows 5.9 instead
+    of 8.5; of 14336 values 3.5 instead of 5.4 and 4.2 instead of 5.5.
     """
-    share = 1 if order >= CLUSTER_LONG else 4
-    return multiprocessors // (share * CLUSTER_BLOCKS) if arch == "sm_90a" else 0
+    return multiprocessors // CLUSTER_BLOCKS if arch == "sm_90a" else 0
 
 
 def cluster(transform: Transform) -> tuple[int, Dense, int] | None:

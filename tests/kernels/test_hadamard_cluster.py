@@ -30,10 +30,10 @@ def test_long_rows_of_a_few_tokens_take_the_cluster() -> None:
     assert quantize_plan.cluster(NONE) is None
 
 
-def test_rows_are_few_while_their_blocks_take_a_quarter_of_the_card_or_all_of_it() -> None:
-    assert [quantize_plan.cluster_rows("sm_90a", 132, order) for order in (14336, 28672)] == [4, 16]
-    assert [quantize_plan.cluster_rows("sm_90a", 114, order) for order in (14336, 28672)] == [3, 14]
-    assert not any(quantize_plan.cluster_rows(arch, 132, 28672) for arch in ("sm_80", "sm_100", "sm_120"))
+def test_rows_are_few_while_a_multiprocessor_has_one_of_their_blocks() -> None:
+    assert quantize_plan.cluster_rows("sm_90a", 132) == 16
+    assert quantize_plan.cluster_rows("sm_90a", 114) == 14
+    assert not any(quantize_plan.cluster_rows(arch, 132) for arch in ("sm_80", "sm_100", "sm_120"))
 
 
 def test_a_launch_takes_the_cluster_for_whole_rows_alone() -> None:
@@ -49,8 +49,8 @@ def test_a_launch_takes_the_cluster_for_whole_rows_alone() -> None:
         )  # fmt: skip
         return quantize_launch._spread(card, task) is not None
 
-    assert all(shared(m, n, kind=kind) for m in (1, 4) for n in (14336, 28672) for kind in ("none", "silu"))
-    assert shared(16) and not shared(17) and not shared(5, 14336) and not shared(1, 8192)
+    assert all(shared(m, n, kind=kind) for m in (1, 16) for n in (14336, 28672) for kind in ("none", "silu"))
+    assert not shared(17) and not shared(17, 14336) and not shared(1, 8192)
     assert not shared(kind="norm") and not shared(heads=8) and not shared(gain=torch.ones(28672))
     assert not shared(form=Form(4, 0.9, 1, 28736))
     card.arch = "sm_100"
@@ -63,7 +63,7 @@ def test_its_kernels_are_built_where_clusters_are() -> None:
         for dtype in tiles.DTYPES:
             for log_slice in quantize_plan.CLUSTER_SLICES:
                 entry = quantize_plan.cluster_entry(dtype, log_slice)
-                assert (entry in built) == (quantize_plan.cluster_rows(arch, 132, 28672) > 0)
+                assert (entry in built) == (quantize_plan.cluster_rows(arch, 132) > 0)
 
 
 def spread(i: np.ndarray | int) -> np.ndarray:

@@ -1,11 +1,13 @@
 """The choice of kernels: which file a card runs, and a legal tile for every shape, on the CPU."""
 
 import itertools
+import json
 
 import pytest
 
 from w4pack.convert.errors import UsageError
 from w4pack.kernels import launch, tiles
+from w4pack.kernels.quarot import int_tiles
 
 SHAPES = (
     (57344, 8192),
@@ -101,10 +103,12 @@ def test_tuned_choices_for_the_benchmarks_first_point() -> None:
 
 
 def test_tables_say_where_they_were_measured() -> None:
-    for arch in tiles.ARCHES:
-        measured = tiles.table(arch)["measured"]
+    of_integers = [json.loads(path.read_text()) for path in int_tiles.HERE.glob("int_tiles_*.json")]
+    assert {table["arch"] for table in of_integers} == set(tiles.ARCHES)
+    for table in (*map(tiles.table, tiles.ARCHES), *of_integers):
+        measured = table["measured"]
         if measured is None:
-            assert "no such card" in str(tiles.table(arch)["why"])
+            assert "no such card" in str(table["why"])
         else:
             assert {"card", "driver", "date", "commit"} <= set(measured)  # type: ignore[call-overload]
 
