@@ -640,6 +640,9 @@ def _errors(given: dict[str, Any]) -> Iterator[None]:
 
 
 def _interrupted(code: int) -> W4PackError:
+    # Python kills itself by SIGINT at its end where one fell into an `exec` (of a dataclass that is imported,
+    # say), although it was caught. The next `exec` takes that back.
+    exec("")
     err = W4PackError("stopped by a signal", code="interrupted")
     err.exit_code = code
     return err
@@ -732,12 +735,14 @@ def _stop_flag() -> "StopFlag":
 
 
 def main() -> None:
-    """Entry point of the ``w4pack`` command."""
+    """Run the command. ``w4pack.__main__`` is the entry point: it answers signals until this does."""
     from w4pack.convert.streams import guarded
 
     with guarded():
         try:
             signal.signal(signal.SIGTERM, _terminate)
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             code = root.main(prog_name="w4pack", standalone_mode=False)
             sys.exit(code if isinstance(code, int) else EXIT_OK)
         except (click.Abort, KeyboardInterrupt):
