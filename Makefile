@@ -64,7 +64,7 @@ bench: .venv/stamp ## conversion speed against cp and sha256, as ratios
 	.venv/bin/python benchmarks/convert.py
 
 kernels: .venv/stamp ## compile the GPU kernels for every architecture, without a GPU; once per checkout
-	.venv/bin/python -m pip install --quiet 'nvidia-cuda-nvrtc-cu12==12.9.*'
+	.venv/bin/python -m pip install --quiet 'nvidia-cuda-nvrtc-cu12==12.9.*' 'nvidia-cuda-nvcc-cu12==12.9.*'
 	.venv/bin/python -m w4pack.kernels.build --jobs $(JOBS)
 
 clean: ## remove builds and environments

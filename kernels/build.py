@@ -1,9 +1,12 @@
 """Build the GPU code: a table of (source, entry, architecture, defines) through NVRTC to cubins.
 
 Runs on a machine with neither GPU nor driver nor toolkit: the compiler is the package
-``nvidia-cuda-nvrtc-cu12`` 12.9. Compiled files and a manifest go to ``kernels/cubins``; a file whose sources,
-options and compiler are unchanged is kept. A kernel that spills registers, or whose warpgroup products the
-assembler serialized, fails the build. PTX falls out of the compile of the same kernel's cubin.
+``nvidia-cuda-nvrtc-cu12`` 12.9, the assembler that of ``nvidia-cuda-nvcc-cu12`` 12.9. Compiled files and a
+manifest go to ``kernels/cubins``; a file whose sources, options and compiler are unchanged is kept. A kernel
+that spills registers, or whose warpgroup products the assembler serialized, fails the build.
+
+Most of a compile's time goes into making PTX. Architectures of a family have the same: it is made once, with
+the first one's cubin, and only assembled for the others.
 
     python -m w4pack.kernels.build [--arch sm_90a ...] [--jobs 2] [--only TEXT] [--tiles FILE]
 """
@@ -21,7 +24,17 @@ from functools import cache
 from pathlib import Path
 
 from w4pack.kernels import moe_tiles, tiles
-from w4pack.kernels.compiler import NVRTC_VERSION, OPTIONS, BuildError, Compiled, compile_source, nvrtc
+from w4pack.kernels.compiler import (
+    NVRTC_VERSION,
+    OPTIONS,
+    BuildError,
+    Compiled,
+    assemble,
+    assembler,
+    compile_source,
+    nvrtc,
+    retarget,
+)
 from w4pack.kernels.quarot import int_moe_tiles, int_tiles, kv_tiles, quantize_plan
 from w4pack.kernels.quarot.file import File
 
@@ -30,6 +43,9 @@ SOURCES = HERE / "csrc"
 CUBINS = HERE / "cubins"
 ALLOWED_SPILLS = int(os.environ.get("W4PACK_SPILLS", "0"))  # tuning may look at kernels that spill a little
 FILES = Callable[[str], Iterable[File]]  # an architecture's
+# Architectures whose PTX is the same where the defines are, but for what ``retarget`` changes: the compiler
+# has one optimizer up to sm_90 and another from sm_100 on. The first that is asked for is compiled.
+FAMILIES = (("sm_90a", "sm_80", "compute_80"), ("sm_100", "sm_120"))
 QUAROT: tuple[FILES, ...] = (int_tiles.files, int_moe_tiles.files, kv_tiles.files, quantize_plan.files)
 
 
@@ -161,22 +177,41 @@ def _is_there(job: Job, row: dict[str, object] | None, out: Path) -> bool:
 
 
 def of_one_compile(wanted: Sequence[Job]) -> list[list[Job]]:
-    """Return the files in groups that one compile makes: a cubin and, after it, the PTX it is made of."""
+    """Return the files in groups that one compile makes: the first's, and after it those made of its PTX."""
     groups: dict[tuple[object, ...], list[Job]] = {}
-    for job in sorted(wanted, key=lambda job: job.suffix):  # "cubin" before "ptx"
-        same_code = (job.source, job.entry, job.defines, job.arch.replace("compute", "sm"))
-        groups.setdefault(same_code, []).append(job)
+    for job in sorted(wanted, key=lambda job: _place(job.arch)):
+        family, _ = _place(job.arch)
+        groups.setdefault((job.source, job.entry, job.defines, family), []).append(job)
     return list(groups.values())
+
+
+def _place(arch: str) -> tuple[tuple[str, ...], int]:
+    """Return the family of an architecture, and where it stands there."""
+    family = next((arches for arches in FAMILIES if arch in arches), (arch,))
+    return family, family.index(arch)
+
+
+def needs_assembler(groups: Iterable[Sequence[Job]]) -> bool:
+    """Tell whether a group has a cubin beside the compiled one."""
+    return any(job.suffix == "cubin" for _, *others in groups for job in others)
 
 
 def _make(jobs: Sequence[Job], out: Path) -> list[dict[str, object]]:
     first, *others = jobs
     result = compile_job(first)
-    if first.hot and result.spills > ALLOWED_SPILLS:
-        raise BuildError(f"{first.path} spills {result.spills} bytes of registers")
-    if result.serialized:
-        raise BuildError(f"{first.path} has serialized warpgroup products\n{result.serialized}")
-    return [_write(first, result, out), *(_write(job, result.portable, out) for job in others)]
+    results = [(first, result), *((job, _follow(job, result.ptx)) for job in others)]
+    for job, made in results:
+        if job.hot and made.spills > ALLOWED_SPILLS:
+            raise BuildError(f"{job.path} spills {made.spills} bytes of registers")
+        if made.serialized:
+            raise BuildError(f"{job.path} has serialized warpgroup products\n{made.serialized}")
+    return [_write(job, made, out) for job, made in results]
+
+
+def _follow(job: Job, ptx: bytes) -> Compiled:
+    """Make a file of another compile's PTX. What PTX takes of a card is known on the card: it has no log."""
+    own = retarget(ptx, job.arch)
+    return Compiled(own, "", own) if job.suffix == "ptx" else assemble(own, job.arch)
 
 
 def _write(job: Job, result: Compiled, out: Path) -> dict[str, object]:
@@ -243,6 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [job for job in wanted if re.search(options.only, job.entry)]
     try:
         nvrtc()
+        if needs_assembler(of_one_compile(wanted)):
+            assembler()
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

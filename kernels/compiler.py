@@ -1,18 +1,26 @@
-"""The compiler: NVRTC 12.9 of the package index, by way of ``ctypes``. Needs no GPU, driver or toolkit."""
+"""The compiler: NVRTC 12.9 of the package index, by way of ``ctypes``; and the assembler that belongs to it.
+
+Needs no GPU, driver or toolkit.
+"""
 
 import ctypes
 import importlib.util
 import re
-from collections.abc import Sequence
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 NVRTC_VERSION = (12, 9)
-HINT = "pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'"
+HINT = "pip install 'nvidia-cuda-nvrtc-cu12==12.9.*' 'nvidia-cuda-nvcc-cu12==12.9.*'"
 # The assembler's notes that warpgroup products wait for one another: C7510 and more, one for each cause.
 SERIALIZED = re.compile(r".*wgmma\S* instructions are serialized.*")
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+# Programmatic launch (ptx.cuh) in PTX, the one thing that sm_80 lacks of what code of sm_90 says by itself.
+PROGRAMMATIC = re.compile(rb"\t// begin inline asm\n\tgriddepcontrol\.\w+;\n\t// end inline asm\n")
+BEFORE_PROGRAMMATIC = ("sm_80", "compute_80")
 
 
 class BuildError(Exception):
@@ -26,11 +34,6 @@ class Compiled:
     code: bytes
     log: str
     ptx: bytes = b""
-
-    @property
-    def portable(self) -> "Compiled":
-        """The PTX as a file of its own. What it takes of a card is known on the card alone: it has no log."""
-        return Compiled(self.ptx, "")
 
     @property
     def registers(self) -> int:
@@ -56,14 +59,19 @@ def nvrtc() -> ctypes.CDLL:
     Raises:
         BuildError: it is not installed, or of another version: its PTX would not load on older drivers.
     """
-    spec = importlib.util.find_spec("nvidia.cuda_nvrtc") if importlib.util.find_spec("nvidia") else None
-    for folder in spec.submodule_search_locations or () if spec else ():
-        library = Path(folder) / "lib" / "libnvrtc.so.12"
-        if library.is_file():
-            loaded = ctypes.CDLL(str(library))
-            _check_version(loaded)
-            return loaded
+    for library in _installed("cuda_nvrtc", "lib/libnvrtc.so.12"):
+        loaded = ctypes.CDLL(str(library))
+        _check_version(loaded)
+        return loaded
     raise BuildError(f"the compiler nvidia-cuda-nvrtc-cu12 is not installed\n\nhint: {HINT}")
+
+
+def _installed(package: str, file: str) -> Iterator[Path]:
+    """Yield where a file of one of NVIDIA's packages is installed."""
+    spec = importlib.util.find_spec(f"nvidia.{package}") if importlib.util.find_spec("nvidia") else None
+    for folder in spec.submodule_search_locations or () if spec else ():
+        if (Path(folder) / file).is_file():
+            yield Path(folder) / file
 
 
 def _check_version(library: ctypes.CDLL) -> None:
@@ -101,3 +109,45 @@ def _buffer(program: ctypes.c_void_p, what: str) -> bytes:
     data = ctypes.create_string_buffer(size.value)
     getattr(nvrtc(), f"nvrtcGet{what}")(program, data)
     return data.raw
+
+
+@cache
+def assembler() -> Path:
+    """Return the assembler's program, from the package index's package.
+
+    Raises:
+        BuildError: it is not installed, or of another version than the compiler, whose PTX it reads.
+    """
+    for program in _installed("cuda_nvcc", "bin/ptxas"):
+        said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+        version = re.search(r"release ([\d.]+)", said)
+        expected = ".".join(map(str, NVRTC_VERSION))
+        if version is None or version[1] != expected:
+            found = version[1] if version else "unknown"
+            raise BuildError(f"the assembler is {found}, expected {expected}\n\nhint: {HINT}")
+        return program
+    raise BuildError(f"the assembler nvidia-cuda-nvcc-cu12 is not installed\n\nhint: {HINT}")
+
+
+def retarget(ptx: bytes, arch: str) -> bytes:
+    """Return PTX as the compiler makes it for ``arch``, of that for an earlier one of ``build.FAMILIES``."""
+    if arch in BEFORE_PROGRAMMATIC:
+        ptx = PROGRAMMATIC.sub(b"", ptx)
+    target = arch.replace("compute", "sm").encode()
+    return re.sub(rb"(?m)^\.target \w+$", b".target " + target, ptx, count=1)
+
+
+def assemble(ptx: bytes, arch: str) -> Compiled:
+    """Make the machine code of PTX for ``arch``: that of a compile, which has the same assembler inside.
+
+    Raises:
+        BuildError: the assembler takes it not; with what it says.
+    """
+    with tempfile.TemporaryDirectory(prefix="w4pack-") as folder:
+        source, made = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_bytes(ptx.rstrip(b"\0"))
+        command = [str(assembler()), "-v", f"-arch={arch}", str(source), "-o", str(made)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise BuildError(run.stdout + run.stderr)
+        return Compiled(made.read_bytes(), run.stderr, ptx)

@@ -3,15 +3,11 @@
 //
 // Bound by bytes, so by how many of them are on their way: a thread asks for its octets of the next row before it works
 // on those of this one, and keeps the values in fp32 registers; one barrier a row.
-// PAIRS: how many times two octets a thread holds; 16 * PAIRS * threads >= width. Tested by tests/gpu/test_hadamard.py.
+// PAIRS: how many times two octets a thread holds; 16 * PAIRS * threads >= width. RESIDENT: blocks of 512 threads that
+// the registers allow. Tested by tests/gpu/test_hadamard.py.
 #include "quantize_row.cuh"
 
 constexpr int MOST_WARPS = 16, OCTETS = 2 * PAIRS;
-#if __CUDA_ARCH__ >= 900
-constexpr int RESIDENT = PAIRS == 1 ? 2 : 1;  // blocks of 512 threads
-#else
-constexpr int RESIDENT = 1;  // two would spill
-#endif
 constexpr bool AHEAD = PAIRS == 1;  // else the next row's values find no registers
 
 // What a thread asks for of a row: octets of gate and of up.

@@ -96,6 +96,8 @@ HEADS = (  # a channel is transformed across heads
     Dense(64, 7, 3, 1, 8, False, 2),
 )
 
+ROOM = {"sm_120": 99 * 1024}  # bytes of shared memory that a block may take, where some form never fits
+
 CLUSTER_BLOCKS, CLUSTER_THREADS = 8, 256  # of a row; of a block
 CLUSTER_SLICES = (7, 6)  # log2 of the columns of a block, each a kernel
 CLUSTER_ORDER = 14336  # values of a row from which the blocks' meetings pay
@@ -128,7 +130,7 @@ def cluster(transform: Transform) -> tuple[int, Dense, int] | None:
 
 
 def files(arch: str) -> Iterator[File]:
-    """Yield what is compiled for an architecture: the same everywhere, and more for sm_90a."""
+    """Yield what is compiled for an architecture: what its cards have room for, and more for sm_90a."""
     yield from row_plan.files(arch)
     yield from flat_plan.files(arch)
     for dtype in DTYPES:
@@ -139,7 +141,20 @@ def files(arch: str) -> Iterator[File]:
         entry = any_entry(dtype)
         yield File("hadamard_any.cu", entry, (f"ENTRY={entry}", f"NUMBER={number}"), hot=False)
         for row in (*WIDTHS, *HEADS):
-            yield File("hadamard_dense.cu", row.entry(dtype), _defines(row, dtype))
+            if arch not in ROOM or _is_chosen(row, ROOM[arch]):
+                yield File("hadamard_dense.cu", row.entry(dtype), _defines(row, dtype))
+
+
+def _is_chosen(row: Dense, room: int) -> bool:
+    """Tell whether some transform takes the form."""
+    columns = 1 << row.log_c
+    if row.steps:
+        orders = (m * columns for m in range(1, row.rows + 1))
+        whole = (Transform(n, ((n // columns, "any"), (columns, "sylvester")), n) for n in orders)
+        found = (dense(transform, 0, 1, room) for transform in whole)
+    else:
+        found = (dense(Transform(m, (), m), m, columns, room) for m in range(1, row.rows + 1))
+    return any(one is not None and one[0] is row for one in found)
 
 
 def _defines(row: Dense, dtype: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from w4pack.kernels.tiles import DTYPES
 
 WARP_VALUES = 512  # of a warp whose threads hold one pair of octets each
 MOST_BLOCKS = 32  # that a multiprocessor holds, however small they are
+ACTS_ALONE = ("sm_80", "compute_80")  # two blocks behind an activation would spill
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,13 @@ class Rows:
         """Return how many blocks a multiprocessor holds."""
         return min(MOST_BLOCKS, self.resident * self.warps // self.warps_of(width))
 
-    def file(self, dtype: str) -> File:
+    def file(self, dtype: str, arch: str) -> File:
         """Return how it is compiled."""
         entry = self.entry(dtype)
         defines = (f"ENTRY={entry}", f"NUMBER={dtype.upper()}", f"PAIRS={self.pairs}")
         if self.acts:
-            return File("quantize_acts.cu", entry, defines)
+            resident = 1 if arch in ACTS_ALONE else self.resident
+            return File("quantize_acts.cu", entry, (*defines, f"RESIDENT={resident}"))
         more = (f"WARPS={self.warps}", f"RESIDENT={self.resident}", f"AHEAD={int(self.ahead)}")
         return File("quantize_rows.cu", entry, (*defines, *more))
 
@@ -61,7 +63,7 @@ def choose(width: int, acts: bool) -> Rows | None:
 
 
 def files(arch: str) -> Iterator[File]:
-    """Yield what is compiled for an architecture: the same everywhere."""
+    """Yield what is compiled for an architecture: the same forms everywhere."""
     for dtype in DTYPES:
         for row in (*ROWS, *ACTS):
-            yield row.file(dtype)
+            yield row.file(dtype, arch)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from w4pack.convert.errors import UsageError
 from w4pack.convert.rotate import orders, rotation
-from w4pack.convert.rotate.transform import rotate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,5 +111,8 @@ def apply(values: "Tensor", transform: Transform, axis: int = -1) -> "Tensor":
     """
     if not transform.factors:
         return values
+    # here, as it loads torch: the build of the kernels reads transforms and needs none
+    from w4pack.convert.rotate.transform import rotate
+
     matrix = rotation.Rotation("r4", -1, transform.order, transform.block, transform.factors, None)
     return rotate(values, matrix, axis)

@@ -1,15 +1,22 @@
 """The build table and what it does with a compiler's log; a compile where the compiler is installed."""
 
 import importlib.util
+import os
+import re
+import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from w4pack.kernels import build, moe_tiles, tiles
+from w4pack.kernels import build, compiler, moe_tiles, tiles
+from w4pack.kernels.quarot import int_moe_tiles, int_tiles
 
 SPILL = "ptxas info: Used 255 registers\n 16 bytes stack frame, 24 bytes spill stores, 40 bytes spill loads"
-has_compiler = importlib.util.find_spec("nvidia") is not None and (
-    importlib.util.find_spec("nvidia.cuda_nvrtc") is not None
+has_compiler, has_assembler = (
+    importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec(f"nvidia.{name}") is not None
+    for name in ("cuda_nvrtc", "cuda_nvcc")
 )
 
 
@@ -27,6 +34,53 @@ def test_every_kernel_a_launch_can_name_is_built(arch: str) -> None:
                 assert f"dequantize_{dtype}_b{bits}_{'zp' if zeros else 'sym'}" in built
         assert f"repack_b{bits}" in built
     assert "gather" in built
+
+
+def test_a_transform_that_no_card_of_an_architecture_has_room_for_is_not_built() -> None:
+    forms = {
+        arch: {job.entry for job in build.jobs(arch) if job.source == "hadamard_dense.cu"}
+        for arch in (*tiles.ARCHES, tiles.PTX_ARCH)
+    }
+    # m32_c10 is chosen from 17 rows of H on, m432_c6 from 177: 133 and 110 KiB, of 99 that a block may have
+    large = {f"hadamard_{dtype}_{form}" for dtype in tiles.DTYPES for form in ("m32_c10", "m432_c6")}
+    assert forms["sm_120"] == forms["sm_100"] - large and large < forms["sm_100"]
+    assert forms["sm_80"] == forms["sm_90a"] == forms["sm_100"] == forms[tiles.PTX_ARCH]
+
+
+@pytest.mark.parametrize("arch", tiles.ARCHES)
+def test_every_tile_that_is_built_is_chosen_by_some_product(arch: str) -> None:
+    sizes = [
+        (n, k) for n in (512, 4096, 6144, 8192, 10240, 28672, 57344) for k in (64, 4096, 8192, 14336, 28672)
+    ]
+    few = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 320, 384, 511, 4095)
+    cards = {"sm_80": (108, 46), "sm_90a": (132, 114), "sm_100": (148,), "sm_120": (170, 36)}[arch]
+    products = [(card, m, n, k) for card in cards for m in few for n, k in sizes]
+    each = (1, 4, 5, 6, 10, 12, 15, 18, 26, 42, 72, 200)  # pairs an expert
+    for bits in (4, 8):
+        chosen = {tiles.choose(arch, *p, bits).tile for p in products if p[1] < tiles.dense_from(arch)}
+        assert chosen == set(tiles.all_tiles(arch, bits))
+        grouped = {
+            moe_tiles.choose(arch, 132, pairs * experts, experts, n, k, bits).tile
+            for pairs in each
+            for experts in (1, 8, 128)
+            for n, k in (*sizes, (768, 2048), (1536, 2048))
+        }
+        assert grouped == set(moe_tiles.all_tiles(arch, bits))
+    for order in int_tiles.KINDS:
+        found = {(g, int_tiles.choose(arch, *p, order, g)) for g in tiles.GROUP_SIZES for p in products}
+        named = {
+            int_tiles.kernel_name(one.tile, dtype, order, int_tiles.group_steps(one.tile, order, group))
+            for group, one in found
+            if one is not None
+            for dtype in tiles.DTYPES
+        }
+        built = {file.entry for file in int_tiles.files(arch)}
+        assert named == {entry for entry in built if int_tiles.KINDS[order] in entry}
+        for grouped_scales in (False, True):
+            group = 128 if grouped_scales else -1
+            launches = (int_moe_tiles.choose(arch, 132, 8 * p, 8, 4096, 4096, order, group) for p in each)
+            taken = {one.tile for one in launches if one is not None}
+            assert taken == set(int_moe_tiles.all_tiles(arch, order, grouped_scales))
 
 
 def test_names_are_unique_and_wgmma_stays_on_its_architecture() -> None:
@@ -94,28 +148,155 @@ def test_a_build_keeps_what_another_has_finished_meanwhile(
     assert not failures and [row["path"] for row in rows] == ["sm_80-a.cubin", "sm_80-b.cubin"]
 
 
-def test_a_cubin_and_its_ptx_are_one_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
+PTX = b"""//
+.version 8.8
+.target %s
+.visible .entry a()
+{
+	// begin inline asm
+	griddepcontrol.launch_dependents;
+	// end inline asm
+	// begin inline asm
+	griddepcontrol.wait;
+	// end inline asm
+	ret;
+}
+"""
+
+
+def test_a_family_is_one_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, assembled = [], []
 
     def compile_job(job: build.Job) -> build.Compiled:
         compiled.append(job.arch)
-        return build.Compiled(b"code of " + job.arch.encode(), "Used 9 registers", b"ptx")
+        return build.Compiled(b"code of " + job.arch.encode(), "Used 9 registers", PTX % job.arch.encode())
+
+    def assemble(ptx: bytes, arch: str) -> build.Compiled:
+        assembled.append((arch, ptx))
+        return build.Compiled(b"assembled", "Used 8 registers", ptx)
 
     monkeypatch.setattr(build, "compile_job", compile_job)
-    wanted = [build.Job("gather.cu", "a", arch, ()) for arch in ("compute_80", "sm_90a", "sm_80")]
-    rows, _ = build.build(wanted, 1, tmp_path)
-    assert compiled == ["sm_90a", "sm_80"]
-    assert (tmp_path / "compute_80-a.ptx").read_bytes() == b"ptx"
+    monkeypatch.setattr(build, "assemble", assemble)
+    arches = ("compute_80", "sm_120", "sm_100", "sm_80", "sm_90a")
+    wanted = [build.Job("gather.cu", "a", arch, ()) for arch in arches]
+    rows, failures = build.build(wanted, 1, tmp_path)
+    without = b"//\n.version 8.8\n.target sm_80\n.visible .entry a()\n{\n\tret;\n}\n"
+    assert not failures and compiled == ["sm_100", "sm_90a"]
+    assert assembled == [("sm_120", PTX % b"sm_120"), ("sm_80", without)]
+    assert (tmp_path / "compute_80-a.ptx").read_bytes() == without
     assert {str(row["path"]): row["registers"] for row in rows} == {
         "compute_80-a.ptx": 0,
-        "sm_80-a.cubin": 9,
+        "sm_80-a.cubin": 8,
         "sm_90a-a.cubin": 9,
+        "sm_100-a.cubin": 9,
+        "sm_120-a.cubin": 8,
     }
     build.write_manifest(rows, tmp_path)
     (tmp_path / "compute_80-a.ptx").unlink()
     build.build(wanted, 1, tmp_path)
-    assert compiled[2:] == ["compute_80"]
+    assert compiled[2:] == ["compute_80"] and len(assembled) == 2
     assert (tmp_path / "compute_80-a.ptx").read_bytes() == b"code of compute_80"
+
+
+def test_what_is_compiled_otherwise_is_no_family() -> None:
+    same = [build.Job("gather.cu", "a", arch, ("X=1",)) for arch in ("sm_80", "sm_90a")]
+    other = build.Job("gather.cu", "a", "sm_80", ("X=2",))
+    later = build.Job("gather.cu", "a", "sm_100", ("X=1",))
+    groups = build.of_one_compile([*same, other, later])
+    assert sorted(groups, key=str) == sorted([[same[1], same[0]], [other], [later]], key=str)
+
+
+def test_the_assembler_is_asked_for_where_a_second_cubin_is_made() -> None:
+    cubins = [build.Job("gather.cu", "a", arch, ()) for arch in ("sm_80", "sm_90a")]
+    ptx = build.Job("gather.cu", "a", "compute_80", ())
+    assert build.needs_assembler(build.of_one_compile([*cubins, ptx]))
+    assert not build.needs_assembler(build.of_one_compile([cubins[0], ptx]))
+
+
+def test_a_spill_in_assembled_code_fails_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "compile_job", lambda job: build.Compiled(b"code", "", PTX % b"sm_100"))
+    monkeypatch.setattr(build, "assemble", lambda ptx, arch: build.Compiled(b"code", SPILL, ptx))
+    wanted = [build.Job("gather.cu", "a", arch, ()) for arch in ("sm_100", "sm_120")]
+    rows, failures = build.build(wanted, 1, tmp_path)
+    assert not rows and len(failures) == 1 and failures[0].startswith("sm_120-a.cubin spills 64 bytes")
+
+
+def test_sources_do_not_tell_the_architectures_of_a_family_apart() -> None:
+    """But for programmatic launch, which ``retarget`` takes out, and wgmma, whose tiles only sm_90a has."""
+    told = {
+        file.name: re.findall(r"__CUDA_ARCH\w*(?: >= \d+)?", file.read_text())
+        for file in build.SOURCES.glob("*.cu*")
+    }
+    assert {name: found for name, found in told.items() if found} == {
+        "ptx.cuh": ["__CUDA_ARCH__ >= 900"] * 2,
+        "moe.cu": ["__CUDA_ARCH_FEAT_SM90_ALL"] * 2,
+    }
+
+
+def test_an_assembler_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "ptxas"
+    program.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(compiler, "_installed", lambda package, file: iter([program]))
+    with pytest.raises(build.BuildError, match=r"is 13\.0, expected 12\.9\n\nhint: pip install"):
+        compiler.assembler.__wrapped__()
+    program.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.9, V12.9.86\n")
+    assert compiler.assembler.__wrapped__() == program
+
+
+def test_a_missing_assembler_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_installed", lambda package, file: iter(()))
+    with pytest.raises(build.BuildError, match=r"nvidia-cuda-nvcc-cu12 is not installed\n\nhint: pip"):
+        compiler.assembler.__wrapped__()
+
+
+def test_the_build_imports_no_torch() -> None:
+    code = "import sys, w4pack.kernels.build; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def sections(code: bytes) -> dict[str, bytes]:
+    """Return a cubin's sections with contents by name, without the note of the tool that made it."""
+    start, count, names = *struct.unpack_from("<Q", code, 40), *struct.unpack_from("<HH", code, 60)
+    heads = [struct.unpack_from("<IIQQQQ", code, start + 64 * i) for i in range(count)]
+    texts = heads[names][4]
+    named = {code[texts + head[0] :].split(b"\0", 1)[0].decode(): head for head in heads}
+    empty = 8  # a section that takes no room in the file
+    return {
+        name: code[offset : offset + size]
+        for name, (_, kind, _, _, offset, size) in named.items()
+        if kind != empty and name != ".note.nv.tkinfo"
+    }
+
+
+@pytest.mark.skipif(not has_assembler, reason="needs the assembler nvidia-cuda-nvcc-cu12")
+@pytest.mark.parametrize(
+    ("first", "arch", "entry"),
+    [
+        ("sm_90a", "sm_80", "hadamard_fp16_m16_c6_heads"),
+        ("sm_90a", "sm_80", "kv_append_64"),
+        ("sm_100", "sm_120", "dequantize_bf16_b8_zp"),
+        ("sm_100", "sm_120", "w4a16_fp16_b4_sym_mma_t8"),
+    ],
+)
+def test_assembled_code_is_that_of_a_compile(first: str, arch: str, entry: str) -> None:
+    one, other = (
+        next(job for job in build.jobs(name) if job.entry.startswith(entry)) for name in (first, arch)
+    )
+    assert build.of_one_compile([other, one]) == [[one, other]]
+    ptx = compiler.retarget(build.compile_job(one).ptx, arch)
+    made, own = compiler.assemble(ptx, arch), build.compile_job(other)
+    found, expected = sections(made.code), sections(own.code)
+    assert found == expected and len(expected[f".text.{one.entry}"]) > 1000
+    assert (made.registers, made.spills) == (own.registers, own.spills)
+    assert ptx == own.ptx
+
+
+@pytest.mark.skipif(not has_assembler, reason="needs the assembler nvidia-cuda-nvcc-cu12")
+def test_ptx_that_is_none_is_refused() -> None:
+    with pytest.raises(build.BuildError, match="fatal"):
+        compiler.assemble(b".version 8.8\n.target sm_80\n.address_size 64\nnonsense\n\0", "sm_80")
 
 
 @pytest.mark.skipif(not has_compiler, reason="the compiler nvidia-cuda-nvrtc-cu12 is not installed")
@@ -124,7 +305,7 @@ def test_the_ptx_of_a_cubin_is_that_of_its_own_compile() -> None:
         next(job for job in build.jobs(arch) if job.entry == "repack_b4")
         for arch in ("sm_80", tiles.PTX_ARCH)
     )
-    assert build.compile_job(real).portable.code == build.compile_job(portable).code
+    assert build.compile_job(real).ptx == build.compile_job(portable).code
 
 
 @pytest.mark.skipif(not has_compiler, reason="the compiler nvidia-cuda-nvrtc-cu12 is not installed")
