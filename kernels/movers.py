@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from w4pack.convert.errors import W4PackError
+from w4pack.convert.files.twobuffers import not_locked
 from w4pack.kernels.chunks import Copy
 
 SLOTS = 2  # buffers of a mover: one is read into while the other is copied from
@@ -108,13 +109,8 @@ class CudaMover:
         try:
             return _pinned(self._size)
         except RuntimeError as err:
-            raise W4PackError(
-                "no page-locked memory for the staging buffers",
-                code="host-memory",
-                expected=f"{SLOTS} buffers of {self._size:,} bytes a thread",
-                found=str(err).partition("\n")[0],
-                hint="use fewer threads",
-            ) from err
+            wanted = f"{SLOTS} buffers of {self._size:,} bytes a thread"
+            raise not_locked(err, wanted, "use fewer threads") from err
 
     def send(self, slot: int, copies: Sequence[Copy]) -> None:
         """Put the copies on the stream."""

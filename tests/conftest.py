@@ -135,6 +135,16 @@ def outer_environ() -> Mapping[str, str]:
     return OUTER_ENVIRON
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread for torch: tiny products are slower on many, and sums come out the same everywhere."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # ---- processes --------------------------------------------------------------------------------------------
 
 

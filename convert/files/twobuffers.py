@@ -68,10 +68,16 @@ class TwoBuffers:
         try:
             return torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         except RuntimeError as err:
-            raise W4PackError(
-                "no page-locked memory to read files through",
-                code="host-memory",
-                expected=f"two buffers of {self._size:,} bytes",
-                found=str(err).partition("\n")[0],
-                hint="free some memory, or `--device cpu`",
-            ) from err
+            wanted = f"two buffers of {self._size:,} bytes"
+            raise not_locked(err, wanted, "free some memory, or `--device cpu`") from err
+
+
+def not_locked(err: RuntimeError, expected: str, hint: str) -> W4PackError:
+    """Return the error of page-locked memory that torch does not get. expected: what is wanted."""
+    return W4PackError(
+        "no page-locked memory to read files through",
+        code="host-memory",
+        expected=expected,
+        found=str(err).partition("\n")[0],
+        hint=hint,
+    )

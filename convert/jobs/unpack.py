@@ -39,8 +39,8 @@ from w4pack.convert.jobs.running import Running
 from w4pack.convert.jobs.staged import run_plan
 from w4pack.convert.jobs.staging import write_file
 from w4pack.convert.jobs.verify import refuse_damaged
-from w4pack.convert.planning.options import DEFAULT_SHARD
-from w4pack.convert.planning.plan import Op, OutTensor, Plan
+from w4pack.convert.planning.options import ConvertOptions
+from w4pack.convert.planning.plan import Op, OutTensor, Plan, placed
 from w4pack.convert.source import orders
 from w4pack.convert.source.detect import Source
 from w4pack.convert.source.layers import SourceLayer
@@ -67,10 +67,6 @@ def unpack_plan(records: Records, checkpoint: Checkpoint, *, strict: bool) -> Pl
         tensors += [tensorfile.new_tensor(f"{rec.name}.{k.suffix}", k.dtype, k.shape) for k in kept]
         groups.update({f"{rec.name}.{k.suffix}": rec.name for k in kept} | {f"{rec.name}.bias": rec.name})
         ops.append(Op("layer", name, tuple(f"{rec.name}.{k.suffix}" for k in kept)))
-    shards = tensorfile.plan_shards(tensors, DEFAULT_SHARD, groups)
-    placed = tuple(
-        OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors
-    )
     return Plan(
         version=__version__,
         target=TARGET,
@@ -82,7 +78,7 @@ def unpack_plan(records: Records, checkpoint: Checkpoint, *, strict: bool) -> Pl
         dropped=(),
         config_changes={},
         quant_config=None,
-        tensors=placed,
+        tensors=placed(tensors, ConvertOptions(), groups),
         ops=tuple(ops),
         lossless=True,
         source_bytes=sum(t.nbytes for t in checkpoint.tensors.values()),

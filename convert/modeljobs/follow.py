@@ -12,9 +12,9 @@ import torch
 from w4pack.convert.errors import W4PackError
 from w4pack.convert.jobs.running import Report, Running
 from w4pack.convert.modeljobs.measuring import settled, settled_plan
+from w4pack.convert.modeljobs.modelrun import FINISHED, QUANTIZE, REPEAT, model_run
 from w4pack.convert.modeljobs.prepared import Prepared
 from w4pack.convert.modeljobs.quantized import planned
-from w4pack.convert.modeljobs.quantizerun import FINISHED, QUANTIZE, REPEAT, model_run
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.quantize.team import Team, connected, lost
 

@@ -17,8 +17,9 @@ from w4pack.convert.jobs.running import OnPlan, Report, Running
 from w4pack.convert.jobs.staged import run_staged
 from w4pack.convert.modeljobs.gate import check_rotation
 from w4pack.convert.modeljobs.mixed import told
+from w4pack.convert.modeljobs.modelrun import FINISHED, say
 from w4pack.convert.modeljobs.prepared import Prepared
-from w4pack.convert.modeljobs.quantizerun import FINISHED, QuantizeRun, say
+from w4pack.convert.modeljobs.quantizerun import QuantizeRun
 from w4pack.convert.modeljobs.rest import CardMaker, write_rest
 from w4pack.convert.planning.plan import Plan, facts_of
 from w4pack.convert.planning.quantizing import plan_quantization

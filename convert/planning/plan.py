@@ -170,6 +170,16 @@ def packed_bytes(scheme: QuantScheme, layout: str) -> int:
     return sum(tensor_nbytes(dtype, shape) for dtype, shape in specs.values())
 
 
+def placed(
+    tensors: list[TensorInfo], options: ConvertOptions, groups: Mapping[str, str]
+) -> tuple[OutTensor, ...]:
+    """Return where each tensor lies: shards of the size that is asked for, those of a group in one."""
+    shards = tensorfile.plan_shards(tensors, options.max_shard_size, groups)
+    return tuple(
+        OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors
+    )
+
+
 def make_plan(
     source: Source, options: ConvertOptions, origin: Mapping[str, str] | None, files: tuple[SourceFile, ...]
 ) -> tuple[Plan, tuple[Warning_, ...]]:
@@ -203,11 +213,8 @@ def make_plan(
             tensors.append(tensorfile.new_tensor(names[-1], dtype, shape))
         groups.update(dict.fromkeys([*names, f"{layer.name}.bias"], layer.name))
         ops.append(Op("layer", layer.source, tuple(names)))
-    shards = tensorfile.plan_shards(tensors, options.max_shard_size, groups)
-    placed = [
-        OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors
-    ]
-    place_of = {t.name: (t.shard, t.offset) for t in placed}
+    outputs = placed(tensors, options, groups)
+    place_of = {t.name: (t.shard, t.offset) for t in outputs}
     ops.sort(key=lambda op: min(place_of[name] for name in op.outputs))
     plan = Plan(
         version=__version__,
@@ -220,7 +227,7 @@ def make_plan(
         dropped=decisions.dropped,
         config_changes=_config_changes(source, options, decisions.config_changes),
         quant_config=target_settings(decisions.layers, decisions.dense, options, _carried(source, options)),
-        tensors=tuple(placed),
+        tensors=outputs,
         ops=tuple(ops),
         lossless=decisions.lossless,
         source_bytes=sum(t.nbytes for t in infos.values()),

@@ -21,18 +21,17 @@ from w4pack.convert.planning.limits import limits
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import (
     Op,
-    OutTensor,
     Plan,
     SourceFile,
     facts_of,
     layer_specs,
     packed_bytes,
+    placed,
     target_settings,
 )
-from w4pack.convert.planning.quantize_options import QuantizeOptions, named_by, read_rule
+from w4pack.convert.planning.quantize_options import LEFT, QuantizeOptions, named_by, read_rule
 from w4pack.convert.planning.targets import TARGETS, Target
 
-LEFT = 16  # bits of a linear that is left as it is
 FLOATS = ("F16", "BF16", "F32")
 DECODER = re.compile(r"(?P<prefix>.*\.(?:layers|h|blocks)\.(?P<index>\d+)\.)(?P<rest>.+)\.weight")
 
@@ -99,32 +98,10 @@ def plan_quantization(
     if settings is None or target.layout is None:
         raise ValueError("quantization needs options and a target with a layout")
     layers = _layers(model, options, settings, target, schemes or {})
-    packed = {layer.source for layer in layers if layer.action != "dense"}
-    renamed = _renamer(model.config)
-    dense = tuple(
-        DensePlan(name, renamed(name), info.shape)
-        for name, info in model.infos.items()
-        if name.removesuffix(".weight") not in packed or not name.endswith(".weight")
-    )
-    tensors: list[TensorInfo] = []
-    groups: dict[str, str] = {}
-    ops: list[Op] = []
-    for item in dense:
-        tensors.append(tensorfile.new_tensor(item.name, model.infos[item.source].dtype, item.shape))
-        ops.append(Op("copy", item.source, (item.name,)))
     kept = tuple(layer for layer in layers if layer.action != "dense")
-    for layer in kept:
-        names = []
-        for suffix, (dtype, shape) in layer_specs(layer, target.layout, "").items():
-            names.append(f"{layer.name}.{suffix}")
-            tensors.append(tensorfile.new_tensor(names[-1], dtype, shape))
-        groups.update(dict.fromkeys([*names, f"{layer.name}.bias"], layer.name))
-        ops.append(Op("layer", layer.source, tuple(names)))
+    dense = _dense(model, kept)
+    tensors, ops, groups = _outputs(model, dense, kept, target.layout)
     nbytes = sum(packed_bytes(layer.scheme, target.layout) for layer in kept)
-    shards = tensorfile.plan_shards(tensors, options.max_shard_size, groups)
-    placed = tuple(
-        OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors
-    )
     plan = Plan(
         version=__version__,
         target=options.to,
@@ -136,7 +113,7 @@ def plan_quantization(
         dropped=(),
         config_changes=model.config_changes,
         quant_config=_settings(kept, dense, options, model.online),
-        tensors=placed,
+        tensors=placed(tensors, options, groups),
         ops=tuple(ops),
         lossless=False,
         source_bytes=model.source_bytes,
@@ -148,6 +125,35 @@ def plan_quantization(
         },
     )
     return plan, limits(options, facts_of(model.config, plan))
+
+
+def _dense(model: ModelTensors, kept: tuple[LayerPlan, ...]) -> tuple[DensePlan, ...]:
+    """Return every tensor that stays as it is."""
+    renamed = _renamer(model.config)
+    packed = {f"{layer.source}.weight" for layer in kept}
+    return tuple(
+        DensePlan(name, renamed(name), info.shape) for name, info in model.infos.items() if name not in packed
+    )
+
+
+def _outputs(
+    model: ModelTensors, dense: tuple[DensePlan, ...], kept: tuple[LayerPlan, ...], layout: str
+) -> tuple[list[TensorInfo], list[Op], dict[str, str]]:
+    """Return the tensors of the output, what makes them, and for each that belongs to a linear its name."""
+    tensors: list[TensorInfo] = []
+    groups: dict[str, str] = {}
+    ops: list[Op] = []
+    for item in dense:
+        tensors.append(tensorfile.new_tensor(item.name, model.infos[item.source].dtype, item.shape))
+        ops.append(Op("copy", item.source, (item.name,)))
+    for layer in kept:
+        names = []
+        for suffix, (dtype, shape) in layer_specs(layer, layout, "").items():
+            names.append(f"{layer.name}.{suffix}")
+            tensors.append(tensorfile.new_tensor(names[-1], dtype, shape))
+        groups.update(dict.fromkeys([*names, f"{layer.name}.bias"], layer.name))
+        ops.append(Op("layer", layer.source, tuple(names)))
+    return tensors, ops, groups
 
 
 def _weights(scheme: QuantScheme) -> int:

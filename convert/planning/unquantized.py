@@ -35,6 +35,7 @@ def unquantized(source: Source, options: ConvertOptions) -> Unquantized:
     Raises Refused for one that is quantized already or cannot be rotated as asked, and for a target that
     cannot carry what the options ask for.
     """
+    refuse_other_targets(options)  # of the options alone, so it comes before anything is looked at
     warnings = refuse_quantized(source)
     changes: Mapping[str, Any] = {}
     infos, rotation = dict(source.checkpoint.tensors), None
@@ -48,7 +49,6 @@ def unquantized(source: Source, options: ConvertOptions) -> Unquantized:
         asked = options.quantize
         if asked is not None and asked.method == "rtn" and asked.group_size != -1:
             warnings += (_rotated_rtn(),)
-    refuse_other_targets(options)
     total = sum(t.nbytes for t in source.checkpoint.tensors.values())
     record = None if rotation is None else rotation.to_json()
     return Unquantized(ModelTensors(source.config, changes, infos, total, record), rotation, warnings)

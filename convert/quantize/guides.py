@@ -22,6 +22,9 @@ import torch
 from torch import nn
 
 WATCHED = "w4pack_watched"  # the name under which transformers finds the attention that is watched
+# Of the first eigenvalue, what the mean of the others counts at least: C of fewer queries than the head has
+# values, or of none, has no others, and a direction alone would count.
+LEAST = 1e-4
 SEES_OFFSET = ("softcap", "s_aux", "sinks")  # arguments of an attention
 
 
@@ -116,8 +119,7 @@ def _direction(queries: torch.Tensor) -> torch.Tensor:
     """Return w (kv heads, head size) of C: see above. Its sign is that of its largest entry."""
     values, vectors = torch.linalg.eigh(queries)
     first, others = values[:, -1], values[:, :-1].mean(-1)
-    # C of less than head size queries, or of none, has no others: a direction alone would count.
-    least = first * 1e-4
+    least = first * LEAST
     length = (
         (first - others) / torch.maximum(others, least).clamp(min=torch.finfo(torch.float64).tiny)
     ).sqrt()

@@ -66,21 +66,19 @@ def _attention_fake(given: Attention) -> "Tensor":
     return given.q.new_empty((rows, queries, heads, size))
 
 
-register(
-    _library,
-    "kv_append",
-    Append,
-    cuda=_checked(kv_checks.append, kv_launch.append),
-    cpu=_checked(kv_checks.append, kv_reference.append),
-    fake=_append_fake,
-)
-register(
-    _library,
+def _register(name: str, call: Any, check: Any, cuda: Any, cpu: Any, fake: Any) -> None:
+    """Register an operator whose arguments are checked before either device gets them."""
+    register(_library, name, call, cuda=_checked(check, cuda), cpu=_checked(check, cpu), fake=fake)
+
+
+_register("kv_append", Append, kv_checks.append, kv_launch.append, kv_reference.append, _append_fake)
+_register(
     "kv_attention",
     Attention,
-    cuda=_checked(kv_checks.attention, kv_launch.attention),
-    cpu=_checked(kv_checks.attention, kv_reference.attention),
-    fake=_attention_fake,
+    kv_checks.attention,
+    kv_launch.attention,
+    kv_reference.attention,
+    _attention_fake,
 )
 
 kv_append = torch.ops.w4pack.kv_append.default

@@ -13,7 +13,7 @@ from torch import nn
 
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import Refused
-from w4pack.convert.modeljobs.quantizerun import settings_of
+from w4pack.convert.modeljobs.modelrun import settings_of
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.convert.quantize import gptq, grids, hessian

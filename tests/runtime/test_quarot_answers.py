@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], int]
     "padded": ("llama", {"intermediate_size": 160}, {"rotate": "offline"}, FOUR, 1),
     "experts": ("mixtral", {}, {"rotate": "full", "tp": 2}, FOUR, 2),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,7 +6,7 @@ definition. Layers are compared from the same input: after a first code that dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return found[name]
 
     return artifact
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny products are slower on many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- the codes of every site -----------------------------------------------------------------------

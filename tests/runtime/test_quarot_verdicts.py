@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import w4pack  # noqa: E402
 from runtime import quarot_models as models  # noqa: E402
 from w4pack import cli  # noqa: E402
 from w4pack.convert import check, convert, evaluate, inspect  # noqa: E402
-from w4pack.convert.errors import W4PackError  # noqa: E402
+from w4pack.convert.errors import Refused, W4PackError  # noqa: E402
 from w4pack.convert.planning.quantize_options import QuantizeOptions  # noqa: E402
 
 SMALL: dict[str, Any] = {
@@ -31,14 +31,6 @@ SMALL: dict[str, Any] = {
 }
 SPLIT = "w4pack.online-split"
 Change = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +234,6 @@ def test_inspect_of_what_has_no_records_says_none(tmp_path: Path, out: Path) -> 
 
 def test_inspect_of_unknown_records_names_them(tmp_path: Path, out: Path) -> None:
     folder = edited(out, tmp_path, lambda r: {**r, "kind": "kv_rotate"}, "kv_quant", None)
-    value = inspect(folder)
-    assert value["online"] is None
-    assert [p["where"] for p in value["problems"]] == ["config.json: online.7.kind"]
+    with pytest.raises(Refused) as caught:
+        inspect(folder)
+    assert (caught.value.code, caught.value.where) == ("artifact-unknown", "config.json: online.7.kind")
