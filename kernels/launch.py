@@ -56,7 +56,7 @@ class Device:
     streams: dict[int, Any] = field(default_factory=dict)
     workspaces: dict[int, Workspace] = field(default_factory=dict)
     spare: list[Workspace] = field(default_factory=list)
-    maps: dict[tuple[int, int, int, int, int], Any] = field(default_factory=dict)
+    maps: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     @property
     def programmatic(self) -> bool:

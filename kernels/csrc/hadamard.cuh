@@ -59,19 +59,24 @@ DEVICE float reciprocal_approximate(float a) {
   return out;
 }
 
-// act(g) * u in fp32, within some ulp: g * sigmoid(z), z = g for SiLU; GELU's tanh form is g * sigmoid(2 z'),
-// z' = sqrt(2 / pi) * (g + 0.044715 g^3). A large negative z gives 1 / inf = 0.
-template <int ACTIVATION> DEVICE float activate(float g, float u) {
+// 2^63 at most: the product of two is finite, and what is behind a smaller sigmoid is nothing in 16 bit.
+constexpr float LARGEST_EXPONENT = 63.0f;
+
+// 1 / sigmoid of what the activation multiplies g by: SiLU is g * sigmoid(g); GELU's tanh form is g * sigmoid(2 z),
+// z = sqrt(2 / pi) * (g + 0.044715 g^3).
+template <int ACTIVATION> DEVICE float over_sigmoid(float g) {
   constexpr float LOG2_E = 1.4426950408889634f, TWICE_ROOT = 1.5957691216057308f;
   const float z = ACTIVATION == ACT_SILU ? -LOG2_E * g : -LOG2_E * TWICE_ROOT * fmaf(0.044715f * g * g, g, g);
-  return g * reciprocal_approximate(1.0f + ptx::exp2(z)) * u;
+  return 1.0f + ptx::exp2(fminf(z, LARGEST_EXPONENT));
 }
 
-// d = round16(act(gate) * up) of a packed pair.
+// d = round16(act(gate) * up) of a packed pair, within some ulp of fp32 before it is rounded. One reciprocal serves two:
+// the unit that makes them is the slowest here.
 template <int ACT, int ACTIVATION> DEVICE u32 activate_pair(u32 gate, u32 up) {
   using N = Number<ACT>;
-  return N::pack(activate<ACTIVATION>(N::to_float(gate & 0xFFFF), N::to_float(up & 0xFFFF)),
-                 activate<ACTIVATION>(N::to_float(gate >> 16), N::to_float(up >> 16)));
+  const float g = N::to_float(gate & 0xFFFF), h = N::to_float(gate >> 16);
+  const float a = over_sigmoid<ACTIVATION>(g), b = over_sigmoid<ACTIVATION>(h), both = reciprocal_approximate(a * b);
+  return N::pack(g * (both * b) * N::to_float(up & 0xFFFF), h * (both * a) * N::to_float(up >> 16));
 }
 
 template <int ACT, int ACTIVATION> DEVICE uint4 activate_octet(uint4 gate, uint4 up) {

@@ -1,5 +1,5 @@
 // The way from sums to codes of hadamard_flat.cu: what a thread holds of a block of 32 columns is whole words of P32, Q32
-// and S64, so nothing is exchanged but two words between neighbours, for 32 bytes that are written at once.
+// and S64. A warp brings eight lines of them to shared memory, and from there to global memory, 16 bytes a lane.
 #pragma once
 #include "hadamard.cuh"
 
@@ -33,22 +33,81 @@ template <bool CLIPPED> struct Codes {
   }
 };
 
+// COUNT 8x8 matrices of 16-bit pairs, a lane's word of each, to shared memory: lane L gives the address of row L % 8 of
+// matrix L / 8.
+template <u32 COUNT> DEVICE void store_matrices(u32 address, const u32 *v) {
+  if constexpr (COUNT == 4)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
+                 "r"(v[2]), "r"(v[3])
+                 : "memory");
+  else if constexpr (COUNT == 2)
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(v[0]), "r"(v[1]) : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(address), "r"(v[0]) : "memory");
+}
+
+// Distances are part of the instructions: one address serves a lane.
+template <u32 AT> DEVICE uint4 load_shared_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address), "n"(AT)
+               : "memory");
+  return v;
+}
+template <u32 AT> DEVICE void store_16(u8 *to, uint4 v, bool real) {
+  if (real)
+    asm volatile("st.global.v4.u32 [%0 + %1], {%2, %3, %4, %5};" ::"l"(to), "n"(AT), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+// Eight lines of PIECES pieces of 16 bytes in shared memory, a warp's. A power of two of pieces is turned from line to
+// line, so that neither rows of a matrix nor a line's pieces meet in a bank; other numbers meet at most in pairs.
+template <u32 PIECES> struct Lines {
+  static constexpr bool TURNED = (PIECES & (PIECES - 1)) == 0;
+  static constexpr u32 STEP = 32 / PIECES;  // lines from one of a lane's pieces to its next
+  u32 words, pieces, line, piece;
+
+  DEVICE static u32 turn(u32 line) { return !TURNED ? 0 : PIECES >= 8 ? line % 8 : line * PIECES / 8 % PIECES; }
+  DEVICE Lines(u32 at, u32 lane) {
+    line = lane / PIECES, piece = lane % PIECES;
+    words = at + 16 * (PIECES * (lane % 8) + (TURNED ? lane / 8 % PIECES ^ turn(lane % 8) : 0));
+    pieces = at + 16 * (PIECES * line + (piece ^ turn(line)));
+  }
+  // Words of a line, FIRST and on: each lane's, four of them make a piece.
+  template <u32 FIRST = 0> DEVICE void put(const u32 (&v)[PIECES], u32 lane) const {
+    if constexpr (FIRST < PIECES) {
+      constexpr u32 COUNT = PIECES - FIRST >= 4 ? 4 : PIECES - FIRST >= 2 ? 2 : 1;
+      store_matrices<COUNT>(TURNED ? words ^ 16 * FIRST : words + 16 * (FIRST + lane / 8 % COUNT), v + FIRST);
+      put<FIRST + COUNT>(v, lane);
+    }
+  }
+  // Brings this lane's pieces to global memory, its first one AT bytes past `to`, PITCH from line to line. `before`: lines
+  // from the first that has no place there to this lane's, negative.
+  template <u32 PITCH, u32 AT, u32 I = 0> DEVICE void bring(u8 *to, int before) const {
+    if constexpr (4 * I < PIECES) {
+      if constexpr (TURNED) {
+        const bool real = before < -static_cast<int>(I * STEP) && line < 8;
+        store_16<AT + I * STEP * PITCH>(to, load_shared_16<512 * I>(pieces ^ 16 * turn(I * STEP)), real);
+      } else {
+        const u32 lane = PIECES * line + piece, at = 32 * I + lane, row = at / PIECES;
+        const bool real = before + static_cast<int>(row - line) < 0 && at < 8 * PIECES;
+        store_16<AT>(to + (row - line) * PITCH + 16 * (at % PIECES) - 16 * piece, load_shared_16<512 * I>(pieces), real);
+      }
+      bring<PITCH, AT, I + 1>(to, before);
+    }
+  }
+};
+
 // Writes what a warp holds of a part of a row; T is the kernel's Config.
 template <class T> struct Writer {
   const float (&d)[T::NT][4];
   const hadamard::RowScale &scale;
   const Quantizer &q;
-  u32 m, part;
+  u32 part;
   u8 *row;
   bool exists;
-
-  // Words that belong at 4 t and at 16 + 4 t of the 32 bytes at `to`.
-  DEVICE static void store(u8 *to, u32 first, u32 second, u32 t, bool real) {
-    const bool odd = t & 1;
-    const u32 got = __shfl_xor_sync(0xFFFFFFFFu, odd ? first : second, 1);
-    const uint2 both = make_uint2(odd ? got : first, odd ? second : got);
-    if (real) *reinterpret_cast<uint2 *>(to + 16 * (t & 1) + 4 * (t & 2)) = both;
-  }
+  u32 lines_at;  // shared address: eight lines of this warp's
 
   // A block of 32 columns of line h: what lane t holds of it, column 8 o + 2 t + e.
   DEVICE float at(u32 block, u32 h, u32 o, u32 e) const { return d[4 * block + o][2 * h + e]; }
@@ -72,29 +131,49 @@ template <class T> struct Writer {
   }
 
   template <int MODE, class Code> DEVICE void write_lines(const Code &code) const {
-    const u32 thread = ptx::opaque(threadIdx.x), line = 16 * T::tile() + thread % 32 / 4, t = thread % 4;
-    constexpr u32 BLOCKS = T::NT / 4, BYTES = hadamard::block_bytes(MODE);
-    u8 *const first = row + line * (T::C / 32 * BYTES) + part * (BLOCKS * BYTES);
+    constexpr u32 BLOCKS = T::NT / 4, BYTES = hadamard::block_bytes(MODE), PITCH = T::C / 32 * BYTES;
+    const u32 lane = ptx::opaque(threadIdx.x) % 32, first = 16 * T::tile();
+    u8 *const to = row + first * PITCH + part * (BLOCKS * BYTES);
+    const u32 left = exists ? T::M - first : 0;  // lines
+    if constexpr (MODE == NATURAL || MODE == hadamard::WIDE) {
+      const u32 line = lane / 4, t = lane % 4;
 #pragma unroll
-    for (u32 h = 0; h < 2; h++)
+      for (u32 h = 0; h < 2; h++)
 #pragma unroll
-      for (u32 block = 0; block < BLOCKS; block++)
-        write_block<MODE>(code, first + 8 * h * (T::C / 32 * BYTES) + BYTES * block, block, h, t, line + 8 * h < m && exists);
+        for (u32 block = 0; block < BLOCKS; block++)
+          write_block<MODE>(code, to + (line + 8 * h) * PITCH + BYTES * block, block, h, t, line + 8 * h < left);
+    } else {
+      constexpr u32 PIECES = BLOCKS * BYTES / 16;
+      const Lines<PIECES> lines(lines_at, lane);
+      u8 *const mine = to + lines.line * PITCH + 16 * lines.piece;
+      const int before = static_cast<int>(lines.line) - static_cast<int>(left);
+#pragma unroll
+      for (u32 h = 0; h < 2; h++) {
+        u32 words[PIECES];
+#pragma unroll
+        for (u32 block = 0; block < BLOCKS; block++) of_block<MODE>(&words[block * (BYTES / 16)], code, block, h);
+        __syncwarp();  // the lines before have been read
+        lines.put(words, lane);
+        __syncwarp();
+        if (h == 0)
+          lines.template bring<PITCH, 0>(mine, before);
+        else
+          lines.template bring<PITCH, 8 * PITCH>(mine, before + 8);
+      }
+    }
+  }
+  template <int MODE, class Code> DEVICE void of_block(u32 *words, const Code &code, u32 block, u32 h) const {
+    if constexpr (MODE == P32)
+      words[0] = p32(code, block, h, 0), words[1] = p32(code, block, h, 1);
+    else if constexpr (MODE == Q32)
+      words[0] = q32(code, block, h, 0), words[1] = q32(code, block, h, 1);
+    else
+      words[0] = s64(code, block, h);
   }
 
   template <int MODE, class Code>
   DEVICE void write_block(const Code &code, u8 *to, u32 block, u32 h, u32 t, bool real) const {
-    if constexpr (MODE == P32) {
-      store(to, p32(code, block, h, 0), p32(code, block, h, 1), t, real);
-    } else if constexpr (MODE == Q32) {
-      store(to, q32(code, block, h, 0), q32(code, block, h, 1), t, real);
-    } else if constexpr (MODE == S64) {  // two blocks are 32 bytes
-      if (block % 2 == 1) return;
-      if (block + 1 < T::NT / 4)
-        store(to, s64(code, block, h), s64(code, block + 1, h), t, real);
-      else if (const u32 word = s64(code, block, h); real)
-        *reinterpret_cast<u32 *>(to + 4 * t) = word;
-    } else if constexpr (MODE == NATURAL) {
+    if constexpr (MODE == NATURAL) {
 #pragma unroll
       for (u32 o = 0; o < 4; o++) {
         const u32 pair = code.pair(at(block, h, o, 0), at(block, h, o, 1));

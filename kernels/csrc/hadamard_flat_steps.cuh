@@ -87,29 +87,40 @@ template <u32 STEP, u32 NT> DEVICE void twelve(float (&d)[NT][4]) {
 }
 #endif
 
-// The bits of a column above 2, which are a tile's number.
-template <u32 NT> DEVICE void high_bits(float (&d)[NT][4]) {
+// The larger of `more` and |u + v|, |u - v|: one of the two is |u| + |v|, rounded alike.
+DEVICE float most_of_pair(float more, float u, float v) { return hadamard::max_abs(more, fabsf(u) + fabsf(v)); }
+
+// Of four numbers that were kept apart so that they do not wait for one another.
+DEVICE float most_of(const float (&c)[4]) {
+  return hadamard::max_abs(hadamard::max_abs(c[0], c[1]), hadamard::max_abs(c[2], c[3]));
+}
+
+// The highest bit of what lies in two halves. Returns the largest |value|.
+template <u32 HALF> DEVICE float join(float (*d)[4], float (*e)[4]) {
+  float chains[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (u32 i = 0; i < HALF; i++)
+#pragma unroll
+    for (u32 c = 0; c < 4; c++) {
+      const float u = d[i][c], v = e[i][c];
+      chains[c] = most_of_pair(chains[c], u, v);
+      d[i][c] = u + v, e[i][c] = u - v;
+    }
+  return most_of(chains);
+}
+
+// The bits of a column above 2, which are a tile's number: all but the highest, or all.
+template <bool ALL, u32 NT> DEVICE void high_bits(float (&d)[NT][4]) {
 #ifdef SIGNS
   static_assert(NT == 12, "one tile apart");
   twelve<1>(d);
 #else
   butterflies<1>(d);
   butterflies<2>(d);
-  butterflies<4>(d);
-  if constexpr (NT > 8) butterflies<8>(d);
-  if constexpr (NT > 16) butterflies<16>(d);
+  if constexpr (NT > 8 || ALL) butterflies<4>(d);
+  if constexpr (NT > 16 || (NT == 16 && ALL)) butterflies<8>(d);
+  if constexpr (NT == 32 && ALL) butterflies<16>(d);
 #endif
-}
-
-// The highest bit, where a row's columns are held in two halves.
-template <u32 NT> DEVICE void join(float (&d)[NT][4], float (&e)[NT][4]) {
-#pragma unroll
-  for (u32 i = 0; i < NT; i++)
-#pragma unroll
-    for (u32 c = 0; c < 4; c++) {
-      const float u = d[i][c], v = e[i][c];
-      d[i][c] = u + v, e[i][c] = u - v;
-    }
 }
 
 template <u32 NT> DEVICE float squares(const float (&d)[NT][4]) {
@@ -121,14 +132,17 @@ template <u32 NT> DEVICE float squares(const float (&d)[NT][4]) {
   return sum;
 }
 
-// The largest of `more` and all |d|.
-template <u32 NT> DEVICE float largest(const float (&d)[NT][4], float more) {
-  float chains[4] = {more, 0.0f, 0.0f, 0.0f};  // so that they do not wait for one another
+// The highest bit of a tile's number, if there is one that STEPS left. Returns the largest |value|.
+template <bool STEPS, u32 NT> DEVICE float last_bit(float (&d)[NT][4]) {
+#ifndef SIGNS
+  if constexpr (STEPS) return join<NT / 2>(d, d + NT / 2);
+#endif
+  float chains[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
   for (u32 i = 0; i < NT; i++)
 #pragma unroll
     for (u32 e = 0; e < 4; e++) chains[e] = hadamard::max_abs(chains[e], d[i][e]);
-  return hadamard::max_abs(hadamard::max_abs(chains[0], chains[1]), hadamard::max_abs(chains[2], chains[3]));
+  return most_of(chains);
 }
 
 }  // namespace flat

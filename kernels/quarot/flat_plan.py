@@ -15,7 +15,7 @@ from w4pack.kernels.quarot.transform import Transform
 from w4pack.kernels.tiles import DTYPES
 
 ARCH = "sm_90a"
-HEAD_BYTES, BLOCK = 1024, 64  # of shared memory in front of the rows; columns of a block of 128-byte lines
+HEAD_BYTES, BLOCK = 1024, 64  # of shared memory in front of all; columns of a block of 128-byte lines
 TWELVE = (12, "paley1")
 MANY = 512  # rows of x
 
@@ -24,8 +24,7 @@ MANY = 512  # rows of x
 class Flat:
     """One compiled form; its ``Config`` says what the fields are.
 
-    sizes     rows of so many values, or so many heads, take it
-    kt        tiles of 16 lines of H
+    size      rows of so many values, or so many heads, take it
     nt        tiles of 8 columns of a part
     parts     that a warp holds
     joined    parts are one row's columns, else rows of their own
@@ -34,10 +33,10 @@ class Flat:
     resident  blocks of a multiprocessor that the registers allow
     acts      it is chosen behind an activation too
     steps     C is transformed; else it is a head's channels
+    split     shares of the columns, a warp's each
     """
 
-    sizes: tuple[int, ...]
-    kt: int
+    size: int
     nt: int
     parts: int
     joined: bool
@@ -46,6 +45,17 @@ class Flat:
     resident: int
     acts: bool = True
     steps: bool = True
+    split: int = 1
+
+    @property
+    def m(self) -> int:
+        """Lines of H."""
+        return self.size // self.columns if self.steps else self.size
+
+    @property
+    def kt(self) -> int:
+        """Tiles of 16 lines."""
+        return -(-self.m // 16)
 
     @property
     def lines(self) -> int:
@@ -55,7 +65,7 @@ class Flat:
     @property
     def columns(self) -> int:
         """C."""
-        return 8 * self.nt * (self.parts if self.joined else 1)
+        return 8 * self.nt * self.split * (self.parts if self.joined else 1)
 
     @property
     def turn_rows(self) -> int:
@@ -69,8 +79,8 @@ class Flat:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Tiles of 16 of H's table: (lines of H transposed, a warp's each; columns)."""
-        return 4 * self.groups, self.kt
+        """Tiles of 16 of H's table: (lines of H transposed, a warp's or some warps' each; columns)."""
+        return self.kt if self.split > 1 else 4 * self.groups, self.kt
 
     @property
     def twelve(self) -> bool:
@@ -80,25 +90,19 @@ class Flat:
     def entry(self, dtype: str) -> str:
         """Return the kernel's name."""
         parts = f"_{'halves' if self.joined else 'rows'}" if self.parts > 1 else ""
-        return f"flat_{dtype}_m{self.lines}_c{self.columns}{parts}{'' if self.steps else '_heads'}"
+        return f"flat_{dtype}_m{self.m}_c{self.columns}{parts}{'' if self.steps else '_heads'}"
 
-    def shared_bytes(self, m: int, acts: bool) -> int:
-        """Bytes of shared memory for m lines of H; ``acts``: x is gate and up, which are brought first."""
+    def shared_bytes(self, acts: bool) -> int:
+        """Bytes of shared memory; ``acts``: x is gate and up, which come to a stage and beside."""
         stage = -(-self.columns // BLOCK) * 128 * self.lines * self.turn_rows
-        staging = 4 * m * self.columns * self.turn_rows
-        return HEAD_BYTES + (2 * stage + staging if acts else self.stages * stage)
+        codes = 4 * self.groups * 64 * self.nt  # eight lines of each warp
+        return HEAD_BYTES + codes + (3 if acts else self.stages) * stage
 
-    def lines_of(self, transform: Transform, heads: int, size: int) -> int | None:
-        """Return m where this form makes a transform, else None."""
-        if (
-            transform.block != transform.order
-            or bool(heads) == self.steps
-            or transform.order not in self.sizes
-        ):
-            return None
-        if heads:
-            return heads if size == self.columns else None
-        return transform.order // self.columns if self._divides(transform) else None
+    def takes(self, transform: Transform, heads: int, size: int) -> bool:
+        """Tell whether this form makes a transform."""
+        if transform.block != transform.order or bool(heads) == self.steps or transform.order != self.size:
+            return False
+        return size == self.columns if heads else self._divides(transform)
 
     def _divides(self, transform: Transform) -> bool:
         """Tell whether C can be taken from the last factors."""
@@ -109,24 +113,24 @@ class Flat:
 
 
 # Sizes are those that were measured to gain, on an H200: fp16, codes P32 of 8 bits, 2048 and 8192 rows. 5120
-# gains nothing; 16384 behind an activation leaves a multiprocessor one block, and takes 1.6 times as long.
+# gains nothing.
 FLATS = (
-    Flat((4096,), 4, 8, 1, True, 1, 2, 5),
-    Flat((8192,), 4, 16, 1, True, 1, 2, 4),
-    Flat((9216,), 9, 8, 2, False, 3, 2, 1),
-    Flat((11008,), 11, 8, 2, False, 3, 2, 1),
-    Flat((13824,), 9, 12, 1, True, 3, 3, 1),
-    Flat((14336,), 7, 16, 1, True, 2, 2, 2),
-    Flat((16384,), 4, 16, 2, True, 1, 2, 2, acts=False),
-    Flat((18944,), 10, 16, 1, True, 3, 3, 1),
-    Flat((28672,), 7, 32, 1, True, 2, 3, 1),
-    Flat((32,), 2, 16, 1, True, 1, 3, 4, acts=False, steps=False),
-    Flat((64,), 4, 16, 1, True, 1, 2, 4, acts=False, steps=False),
+    Flat(4096, 8, 1, True, 1, 2, 5),
+    Flat(8192, 16, 1, True, 1, 2, 4),
+    Flat(9216, 8, 2, False, 3, 2, 1),
+    Flat(11008, 8, 2, False, 3, 2, 1),
+    Flat(13824, 12, 1, True, 3, 2, 1),
+    Flat(14336, 16, 1, True, 2, 2, 2),
+    Flat(16384, 16, 2, True, 1, 2, 2),
+    Flat(18944, 16, 1, True, 3, 2, 1),
+    Flat(28672, 32, 1, True, 2, 2, 1),
+    Flat(32, 8, 1, True, 1, 3, 7, acts=False, steps=False, split=2),
+    Flat(64, 16, 1, True, 1, 2, 4, acts=False, steps=False),
 )
 
 
-def choose(transform: Transform, heads: int, size: int, acts: bool, room: int) -> tuple[Flat, int] | None:
-    """Return (form, m) of a transform, or None.
+def choose(transform: Transform, heads: int, size: int, acts: bool, room: int) -> Flat | None:
+    """Return the form of a transform, or None.
 
     Args:
         transform: of the rows, or over heads.
@@ -135,11 +139,8 @@ def choose(transform: Transform, heads: int, size: int, acts: bool, room: int) -
         acts: whether x is gate and up.
         room: bytes of shared memory that a block may take.
     """
-    for row in FLATS:
-        m = row.lines_of(transform, heads, size)
-        if m is not None and (row.acts or not acts) and row.shared_bytes(m, acts) <= room:
-            return row, m
-    return None
+    fits = (row for row in FLATS if row.takes(transform, heads, size) and (row.acts or not acts))
+    return next((row for row in fits if row.shared_bytes(acts) <= room), None)
 
 
 def is_chosen(rows: int, dense: bool) -> bool:
@@ -161,10 +162,21 @@ def files(arch: str) -> Iterator[File]:
 
 
 def _defines(row: Flat, dtype: str) -> tuple[str, ...]:
-    fields = (dtype.upper(), row.kt, row.nt, row.parts, row.joined, row.groups, row.stages, row.steps)
+    shape = (
+        dtype.upper(),
+        row.m,
+        row.nt,
+        row.parts,
+        row.joined,
+        row.groups,
+        row.stages,
+        row.steps,
+        row.split,
+        row.acts,
+    )
     found = (
         f"ENTRY={row.entry(dtype)}",
-        f"CONFIG={','.join(map(str, fields)).replace('True', 'true').replace('False', 'false')}",
+        f"CONFIG={','.join(map(str, shape)).replace('True', 'true').replace('False', 'false')}",
         f"GROUP_COUNT={row.groups}",
         f"RESIDENT={row.resident}",
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4pack.convert.errors import UsageError
-from w4pack.kernels import arguments, launch
+from w4pack.kernels import arguments, launch, tensor_maps
 from w4pack.kernels.quarot import flat_plan, quantize_plan, row_plan
 from w4pack.kernels.quarot.calls import Form
 from w4pack.kernels.quarot.quantize_checks import ACTIVATIONS
@@ -97,7 +97,7 @@ def run(task: Task) -> None:
         many = tiled and flat_plan.is_chosen(task.x.shape[0], found is not None)
         flat = _flat_of(card, task, room) if many else None
         if flat is not None:
-            _flat(card, stream, task, *flat)
+            _flat(card, stream, task, flat)
         elif found is not None:
             _dense(card, stream, task, *found)
         else:
@@ -171,35 +171,43 @@ def _dense(card: launch.Device, stream: int, task: Task, row: quantize_plan.Dens
     )
 
 
-def _flat_of(card: launch.Device, task: Task, room: int) -> tuple[flat_plan.Flat, int] | None:
-    if card.arch != flat_plan.ARCH:
+def _flat_of(card: launch.Device, task: Task, room: int) -> flat_plan.Flat | None:
+    apart = task.ldx >= task.x.shape[1]  # as the copy engine wants rows
+    if card.arch != flat_plan.ARCH or not apart:
         return None
     return flat_plan.choose(task.transform, task.heads, task.size, task.acts, room)
 
 
-def _flat(card: launch.Device, stream: int, task: Task, row: flat_plan.Flat, m: int) -> None:
-    shared = row.shared_bytes(m, task.acts)
+def _flat(card: launch.Device, stream: int, task: Task, row: flat_plan.Flat) -> None:
+    shared, m = row.shared_bytes(task.acts), row.m
     fitting = _card(card.index)[1] // (shared + quantize_plan.RESERVED)
+    rows, lines = task.x.shape[0], 2 * m if task.acts else m
     launch.start(
         card,
         row.entry(arguments.NAMES[task.x.dtype]),
-        min(-(-task.x.shape[0] // row.turn_rows), card.multiprocessors * min(row.resident, fitting)),
+        min(-(-rows // row.turn_rows), card.multiprocessors * min(row.resident, fitting)),
         row.threads,
         shared,
         stream,
-        *_transform_arguments(task, row, m, card.index),
+        tensor_maps.lines(card, task.x.data_ptr(), (rows, lines, row.columns), task.ldx, m),
+        *_pointers(task, row, card.index),
+        *_numbers(task, m),
     )
 
 
 def _transform_arguments(task: Task, row: quantize_plan.Tiled, m: int, index: int) -> tuple[object, ...]:
+    rows, *numbers = _numbers(task, m)
+    return (task.x.data_ptr(), *_pointers(task, row, index), rows, _long(task.ldx), _int(m), *numbers)
+
+
+def _pointers(task: Task, row: quantize_plan.Tiled, index: int) -> tuple[int, int, int]:
+    return _fragments_of(task, row, index), task.codes.data_ptr(), task.scales.data_ptr()
+
+
+def _numbers(task: Task, m: int) -> tuple[object, ...]:
+    """Return rows, and what all transforms by tables take behind the sizes."""
     return (
-        task.x.data_ptr(),
-        _fragments_of(task, row, index),
-        task.codes.data_ptr(),
-        task.scales.data_ptr(),
         _int(task.x.shape[0]),
-        _long(task.ldx),
-        _int(m),
         _int(INPUTS[task.kind]),
         _float(task.transform.scale),
         _float(task.eps),
@@ -249,7 +257,8 @@ def _fragments(
     arch, room, where = launch.device(index).arch, _card(index)[0], torch.device("cuda", index)
     found: list[tuple[quantize_plan.Tiled, int] | None] = [quantize_plan.dense(transform, heads, size, room)]
     if arch == flat_plan.ARCH:
-        found += [flat_plan.choose(transform, heads, size, acts, room) for acts in (False, True)]
+        flats = (flat_plan.choose(transform, heads, size, acts, room) for acts in (False, True))
+        found += [(row, row.m) for row in flats if row is not None]
     spread = None if heads else quantize_plan.cluster(transform)
     found += [spread[1:]] if spread else []
     return {

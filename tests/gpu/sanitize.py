@@ -175,9 +175,9 @@ def quantizers() -> None:
         quantize_ops.act_quantize(x, "silu", "", 8, 1.0, 1, width)
     with mock.patch.object(flat_plan, "MANY", 1):
         for row in flat_plan.FLATS:
-            key = Transform.planned(row.sizes[0]).key
-            n = row.sizes[0] * (1 if row.steps else row.columns)
-            heads = 0 if row.steps else row.sizes[0]
+            key = Transform.planned(row.size).key
+            n = row.size * (1 if row.steps else row.columns)
+            heads = 0 if row.steps else row.size
             for m in (1, 301):
                 x = torch.randn(m, n, device="cuda").half()
                 if heads:
