@@ -117,7 +117,7 @@ def quantize(
     from w4pack.convert.modeljobs.quantized import quantize_model
 
     with _team(options, running) as (team, own), threads(own.workers):
-        prepared = prepare(source, options, origin, own, _texts(options))
+        prepared = prepare(source, options, origin, own, _checked_texts(options, out, own))
         if team is not None and not team.leads:
             return follow(prepared, out, own, team)
         return quantize_model(
@@ -138,6 +138,16 @@ def _read_calibration(options: ConvertOptions) -> None:
     asked = options.quantize
     if asked is not None and asked.method == "gptq" and not (asked.calibration or "").startswith(PREFIX):
         Texts(asked.calibration, FIRST).check()
+
+
+def _checked_texts(options: ConvertOptions, out: Path, running: Running) -> tuple[list[str], str] | None:
+    """Return ``_texts``. Raises Refused for ``--resume`` with other options, before anything is computed."""
+    from w4pack.convert.jobs.places import check_asked
+    from w4pack.convert.planning.unquantized import as_recorded
+
+    found = _texts(options)
+    check_asked(out, as_recorded(options, None if found is None else found[1]), running)
+    return found
 
 
 def _texts(options: ConvertOptions) -> tuple[list[str], str] | None:
@@ -218,5 +228,5 @@ def plan_only(
     from w4pack.convert.modeljobs.quantized import plan_quantized
 
     with threads(running.workers):
-        prepared = prepare(source, options, origin, running, _texts(options))
+        prepared = prepare(source, options, origin, running, _checked_texts(options, out, running))
         return plan_quantized(prepared, out, running)

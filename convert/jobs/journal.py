@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from w4pack import __version__
 from w4pack.convert.errors import OutputError, Refused
 from w4pack.convert.jobs.staging import step, write_all, writing
 from w4pack.convert.planning.options import as_given
@@ -59,14 +60,16 @@ class Earlier:
 def head(plan: Plan) -> dict[str, Any]:
     """Return the first line: which job this journal belongs to."""
     return {
-        "w4pack": plan.version,
+        **asked(plan.target, plan.options, strict=any(f.sha256 for f in plan.files)),
         "plan": plan.digest,
-        "target": plan.target,
-        "options": to_plain(plan.options),
-        "strict": any(f.sha256 for f in plan.files),
         "files": [[f.name, f.size, f.header, f.sha256] for f in plan.files],
         "codes": _decides_codes(plan.quantization or {}),
     }
+
+
+def asked(target: str, options: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """Return the part of ``head`` that is known before there is a plan. options: see ``Plan``."""
+    return {"w4pack": __version__, "target": target, "options": to_plain(options), "strict": strict}
 
 
 def _decides_codes(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,6 +131,16 @@ def has_work(path: Path) -> bool:
     return path.is_file() and len(_lines(path)[0]) > 1
 
 
+def check_asked(path: Path, wanted: Mapping[str, Any]) -> None:
+    """Raise Refused, naming what differs, where the journal's run was asked for something else.
+
+    wanted  see ``asked``
+    """
+    lines, _ = _lines(path)
+    if lines:
+        _same_job(lines[0], wanted, path)
+
+
 def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the whole lines of a journal, and where the last of them ends."""
     try:
@@ -169,7 +182,7 @@ def _finished(line: Mapping[str, Any]) -> Finished:
 
 def _same_job(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
     for key, what in DECIDES:
-        if found.get(key) != wanted[key]:
+        if key in wanted and found.get(key) != wanted[key]:
             raise _differs(key, what, found.get(key), wanted[key], path)
 
 

@@ -10,6 +10,7 @@ from w4pack.convert.jobs.complete import finished_plan
 from w4pack.convert.jobs.identity import folder_of
 from w4pack.convert.jobs.running import Running
 from w4pack.convert.jobs.staging import Staging, check_apart, existing_parent
+from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan
 
 
@@ -31,6 +32,17 @@ def _check_apart(source: Checkpoint, out: Path) -> None:
     folder = folder_of(source)
     if folder is not None:
         check_apart(folder, out)
+
+
+def check_asked(out: Path, options: ConvertOptions, running: Running) -> None:
+    """Raise Refused where ``--resume`` was given with other options than the interrupted run's.
+
+    As ``check_resumed`` does, but before there is a plan, for which schemes may be measured.
+    options  as a plan records them
+    """
+    log = Staging(out).journal
+    if running.resume and log.is_file():
+        journal.check_asked(log, journal.asked(options.to, options.chosen(), strict=running.strict))
 
 
 def check_resumed(out: Path, plan: Plan, running: Running) -> None:

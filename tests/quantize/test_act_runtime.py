@@ -18,7 +18,7 @@ from runner import Run, run
 from w4pack.convert.dialects.online import parse
 from w4pack.convert.errors import Refused, UsageError
 from w4pack.convert.files.provider import CheckpointProvider
-from w4pack.convert.modeljobs import quantizerun
+from w4pack.convert.modeljobs import prepared, quantizerun
 from w4pack.convert.modeljobs.online import NOTHING, Cache, Runtime, rotation_of, runtime_of
 from w4pack.convert.quantize import evaluation, skeleton
 from w4pack.convert.quantize.activations import fake_cache, fake_tokens
@@ -429,6 +429,20 @@ def test_another_job_is_refused_before_anything_is_measured(
     assert (error["expected"], error["found"]) == (expected, found)
     assert "`--overwrite` in place of `--resume`" in error["hint"]
     assert measured == [1]
+
+
+def test_other_options_are_refused_before_schemes_are_chosen(
+    llama: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--quantize", "gptq", "--calibration", book, "--samples", 2, "--seqlen", 64, "--threads", 1)
+    original = quantizerun.ModelRun.quantize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantizerun.ModelRun, "quantize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        convert(llama, tmp_path / "out", *words, "--group-size", 32).expect(130)
+    assert quantizerun.ModelRun.quantize is original
+    monkeypatch.setattr(prepared, "choose", lambda *_: pytest.fail("schemes were chosen"))
+    error = convert(llama, tmp_path / "out", *words, "--bpw", "5", "--resume").expect(3).error
+    assert "--bpw 5.0" in error["found"] and "without --bpw" in error["expected"]
 
 
 def test_other_text_is_refused_before_anything_is_measured(
