@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,9 +48,7 @@ def test_a_signal_while_modules_are_imported(number: int, code: int, module: str
     assert (done.returncode, done.stderr, done.stdout) == (code, "error: stopped by a signal\n", "")
 
 
-def test_ctrl_c_within_an_exec_ends_with_the_same_exit_code() -> None:
-    """As dataclasses are made. The process would die of the signal, with -2."""
-    code = """
+EXEC = """
 import sys
 from w4pack import __main__, cli
 def stopped(**given):
@@ -59,8 +58,19 @@ cli.root.commands["inspect"].callback = stopped
 sys.argv = ["w4pack", "inspect", "none"]
 __main__.main()
 """
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_ctrl_c_within_an_exec_ends_with_the_same_exit_code(tmp_path: Path) -> None:
+    """As dataclasses are made. A module that is run with -m would die of the signal, with -2."""
+    (tmp_path / "stopped.py").write_text(EXEC)
+    done = subprocess.run(
+        [sys.executable, "-m", "stopped"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+    )
     assert (done.returncode, done.stderr) == (130, "error: stopped by a signal\n")
 
 

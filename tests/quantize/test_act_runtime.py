@@ -452,7 +452,9 @@ def test_other_text_is_refused_before_anything_is_measured(
     stopped(heads, out, full[1], 0)
     other.parent.mkdir()
     other.write_text(full[1].read_text()[::-1])
-    error = convert(heads, out, *ONLINE, "--calibration", other, *FEW, "--resume").expect(3).error
+    done = convert(heads, out, *ONLINE, "--calibration", other, *FEW, "--resume").expect(3)
+    error = done.error
+    assert not any(event["event"] == "gate" for event in done.events)  # nothing was computed at all
     assert error["what"] == "the interrupted run had another calibration text or device"
     assert error["expected"].startswith("calibration.digest ") and error["found"] != error["expected"]
     assert measured == [1]
