@@ -369,6 +369,17 @@ def test_any_number_of_rows_and_a_stride(m: int) -> None:
             compare(plain, x.double() * rms(x, 1e-5), x.dtype, (4, 0.9, 1), n)
 
 
+def test_rows_that_lie_over_one_another() -> None:
+    """The copy engine wants rows apart: another kernel takes these."""
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    transform = Transform.planned(14336)
+    row = normal(1, 14336)
+    codes, scales = ops.act_quantize(row.expand(600, -1), "none", transform.key, 8, 1.0, 1, 14336)
+    assert bool((codes == codes[:1]).all()) and bool((scales == scales[0]).all())
+    compare((codes[:1], scales[:1]), transformed(row.double(), transform), row.dtype, (8, 1.0, 1), 14336)
+
+
 @pytest.mark.parametrize("rows", [4, 7, 600])
 def test_a_graph_replays_what_eager_computes(rows: int) -> None:
     from w4pack.kernels.quarot import quantize_launch
