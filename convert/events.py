@@ -85,7 +85,7 @@ class Human:
             self._line(f"warning: {fields['text']}")
         elif kind == "shard" and not self._animate:
             self._line(f"wrote {fields['name']}  {size_text(fields['bytes'])}")
-        elif kind in ("note", "gate"):
+        elif kind in ("note", "gate", "measured"):
             self._line(str(fields["text"]))
 
     def _line(self, text: str) -> None:

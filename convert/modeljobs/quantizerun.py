@@ -156,8 +156,8 @@ class QuantizeRun:
             self.team.told(measured)
         self.prepared = settled(self.prepared, measured)
         self.told = settled_plan(self.plan, self.prepared)
-        for line in online_shown.ratios(online_shown.to_json(parse(self.prepared.model.online))):
-            self.reporter.event("note", text=line)
+        online = online_shown.to_json(parse(self.prepared.model.online))
+        self.reporter.event("measured", text="\n".join(online_shown.ratios(online)), online=online)
         self.warnings = measured.warnings
         for warning in self.warnings:
             self.reporter.event("warning", **warning_fields(warning))

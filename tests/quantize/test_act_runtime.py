@@ -394,9 +394,11 @@ def test_a_stopped_run_goes_on_with_what_it_measured(
     out, words = tmp_path / "out", (*ONLINE, "--calibration", full[1], *FEW)
     told = " ".join(str(e.get("text")) for e in stopped(heads, out, full[1], at).events)
     assert [f"layer {n} of 2 measured for clip ratios" in told for n in (1, 2, 3)] == [True, True, False]
-    assert "clip ratios at 4 bit: attn_in " in told
+    assert "clip ratios at 4 bit: attn_in " in told and "clip ratios at 8 bit: attn_in " in told
     done = convert(heads, out, *words, "--resume").expect(0)
     assert any("as the earlier run measured them" in str(e.get("text")) for e in done.events)
+    (found,) = [e for e in done.events if e["event"] == "measured"]
+    assert found["online"] == run("inspect", out, "--json").expect(0).data["online"]
     assert measured == [1]
     assert {p.name: p.read_bytes() for p in out.iterdir()} == {
         p.name: p.read_bytes() for p in full[0].iterdir()
