@@ -172,8 +172,7 @@ def _dense(card: launch.Device, stream: int, task: Task, row: quantize_plan.Dens
 
 
 def _flat_of(card: launch.Device, task: Task, room: int) -> flat_plan.Flat | None:
-    apart = task.ldx >= task.x.shape[1]  # as the copy engine wants rows
-    if card.arch != flat_plan.ARCH or not apart:
+    if card.arch != flat_plan.ARCH:
         return None
     return flat_plan.choose(task.transform, task.heads, task.size, task.acts, room)
 

@@ -17,8 +17,9 @@ Found = tuple[torch.Tensor, torch.Tensor]
 # Sums in another order differ by some ulp of fp32, so codes differ at ties only: 1 in 10,000 at most.
 TIES, SCALE = 1e-4, 4e-6
 # Behind an activation the device's exponential is not the library's: a few d are rounded the other way, by a
-# step of 16 bit, which the transform spreads over the row; the scale moves as much, if d is the largest.
-ACTIVATED_TIES, ACTIVATED_SCALE = 2e-3, 2**-11
+# step of 16 bit, which the transform spreads over the row; the scale moves by half as much, if d is one of a
+# few outliers.
+ACTIVATED_TIES = 2e-3
 DENSE = (1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 7168, 8192, 10240, 14336, 16384, 28672, 32768)
 WIDE = (4608, 4864, 5632, 9216, 11008, 12800, 13696, 18944, 21504, 22016, 25600)
 FLAT = (4096, 8192, 9216, 11008, 13824, 14336, 16384, 18944, 28672)  # has a form for many rows too
@@ -37,6 +38,11 @@ def normal(m: int, k: int, dtype: torch.dtype = torch.float16, seed: int = 0) ->
     x = torch.randn(m, k, device="cuda", generator=g)
     x[:, :: max(1, k // 7)] *= 20  # outliers, as activations have them
     return x.to(dtype)
+
+
+def activated_scale(dtype: torch.dtype) -> float:
+    """Return how far a scale behind an activation may be off, relative to it."""
+    return float(torch.finfo(dtype).eps) / 2
 
 
 def compare(
@@ -147,7 +153,26 @@ def test_many_rows_behind_an_activation(n: int, activation: str) -> None:
         for mode in ((8, 1.0, 1), (4, 0.9, 2)):
             poison()
             found = ops.act_quantize(gate_up, activation, transform.key, *mode, n)
-            compare(found, y, dtype, mode, n, ACTIVATED_TIES, ACTIVATED_SCALE)
+            compare(found, y, dtype, mode, n, ACTIVATED_TIES, activated_scale(dtype))
+
+
+@pytest.mark.parametrize("n", FLAT)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_many_rows_behind_an_activation_equal_few(n: int, activation: str, dtype: torch.dtype) -> None:
+    """The same d on another kernel: nothing but the order of sums differs, and no run from another."""
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    transform = Transform.planned(n)
+    gate_up = normal(1030, 2 * n, dtype)
+    few = [ops.act_quantize(part, activation, transform.key, 8, 1.0, 1, n) for part in gate_up.split(206)]
+    codes, scales = (torch.cat(parts) for parts in zip(*few, strict=True))
+    for _ in range(5):
+        poison()
+        found = ops.act_quantize(gate_up, activation, transform.key, 8, 1.0, 1, n)
+        torch.testing.assert_close(found[1], scales, rtol=SCALE, atol=0)
+        apart = (found[0].int() - codes.int()).abs()
+        assert int(apart.max()) <= 1 and float((apart != 0).float().mean()) <= TIES
 
 
 @pytest.mark.parametrize("heads", [32, 64])
@@ -203,7 +228,9 @@ def test_activation_transform_and_quantize(n: int, activation: str, dtype: torch
             found = ops.act_quantize(gate_up, activation, key, *mode, n)
             # Without a transform a d that is rounded the other way is the row's scale, or a code of its own.
             loose = (
-                (ACTIVATED_TIES, ACTIVATED_SCALE) if key else (ACTIVATED_TIES, float(torch.finfo(dtype).eps))
+                (ACTIVATED_TIES, activated_scale(dtype))
+                if key
+                else (ACTIVATED_TIES, float(torch.finfo(dtype).eps))
             )
             compare(found, y, dtype, mode, n, *loose)
 
@@ -224,7 +251,14 @@ def test_a_few_long_rows(n: int, activation: str, dtype: torch.dtype) -> None:
         for mode in MODES:
             poison()
             found = ops.act_quantize(x, activation, transform.key, *mode, n)
-            compare(found, y, dtype, mode, n, *((ACTIVATED_TIES, ACTIVATED_SCALE) if acts else (TIES, SCALE)))
+            compare(
+                found,
+                y,
+                dtype,
+                mode,
+                n,
+                *((ACTIVATED_TIES, activated_scale(dtype)) if acts else (TIES, SCALE)),
+            )
 
 
 def test_edges_of_a_few_long_rows() -> None:
@@ -367,17 +401,6 @@ def test_any_number_of_rows_and_a_stride(m: int) -> None:
         plain = ops.norm_quantize(x, None, 1e-5, "", 4, 0.9, 1, n)
         if m:
             compare(plain, x.double() * rms(x, 1e-5), x.dtype, (4, 0.9, 1), n)
-
-
-def test_rows_that_lie_over_one_another() -> None:
-    """The copy engine wants rows apart: another kernel takes these."""
-    from w4pack.kernels.quarot import quantize_ops as ops
-
-    transform = Transform.planned(14336)
-    row = normal(1, 14336)
-    codes, scales = ops.act_quantize(row.expand(600, -1), "none", transform.key, 8, 1.0, 1, 14336)
-    assert bool((codes == codes[:1]).all()) and bool((scales == scales[0]).all())
-    compare((codes[:1], scales[:1]), transformed(row.double(), transform), row.dtype, (8, 1.0, 1), 14336)
 
 
 @pytest.mark.parametrize("rows", [4, 7, 600])
