@@ -133,17 +133,7 @@ class ConvertOptions:
                 expected="--to dense",
                 found=f"--to {self.to}",
             )
-        packed_only = {
-            "--pad-for-tp": self.pad_for_tp,
-            "--round-scales": self.round_scales,
-            "--zero-reading": self.zero_reading,
-            "--source-format": self.source_format,
-            "--ignore-key": self.ignore_key,
-        }
-        for option, given in packed_only.items():
-            if given:
-                what = f"`{option}` has no meaning with `--rotate`: the source has no packed layers"
-                raise UsageError(what, where=option)
+        self._no_packed_layers("--rotate", self._of_packed_sources())
 
     def _check_quantize(self) -> None:
         """Raise UsageError for options that quantization cannot use, and for values that make no sense."""
@@ -157,19 +147,29 @@ class ConvertOptions:
                 expected=f"--to {', '.join(t for t in TARGETS if t != 'dense')}",
                 found="--to dense",
             )
-        packed_only = {
+        repacking = {
             "--regroup": self.regroup,
             "--widen": self.widen,
             "--fold-act-order": self.fold_act_order,
+        }
+        self._no_packed_layers("--quantize", repacking | self._of_packed_sources())
+
+    def _of_packed_sources(self) -> dict[str, object]:
+        """Return the options that say how a source's packed layers are read or written, by name."""
+        return {
             "--pad-for-tp": self.pad_for_tp,
             "--round-scales": self.round_scales,
             "--zero-reading": self.zero_reading,
             "--source-format": self.source_format,
             "--ignore-key": self.ignore_key,
         }
-        for option, given in packed_only.items():
+
+    @staticmethod
+    def _no_packed_layers(asked: str, options: dict[str, object]) -> None:
+        """Raise UsageError for an option that was given although what was asked for has no packed source."""
+        for option, given in options.items():
             if given:
-                what = f"`{option}` has no meaning with `--quantize`: the source has no packed layers"
+                what = f"`{option}` has no meaning with `{asked}`: the source has no packed layers"
                 raise UsageError(what, where=option)
 
     def chosen(self) -> dict[str, Any]:
