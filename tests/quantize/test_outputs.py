@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -237,37 +238,26 @@ def _stopped(step: int, *words: Any) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def stop_anywhere(source: Path, book: Path, out: Path, steps: range) -> None:
+    """End a run at each of some steps: what is resumed is, to the byte, what an undisturbed run wrote."""
+    few = ("--quantize", "gptq", "--group-size", 32, "--calibration", book, *FEW, "-q")
+    words = ("convert", source, out, *few)
+    run(*words).expect(0)
+    wanted = tree(out)
+    for step in steps:
+        shutil.rmtree(out)
+        if _stopped(step, *words):
+            return
+        run(*words, "--resume").expect(0)
+        assert tree(out) == wanted, step
+    pytest.fail("a run of this size has fewer steps")
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork, beside idle threads of linear algebra
 def test_a_run_that_was_stopped_anywhere_resumes_to_the_same_bytes(
     llama: Path, book: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    words = (
-        "convert",
-        llama,
-        out,
-        "--quantize",
-        "gptq",
-        "--group-size",
-        32,
-        "--calibration",
-        book,
-        *FEW,
-        "-q",
-    )
-    run(*words).expect(0)
-    wanted = tree(out)
-    done = False
-    for step in range(2, 400, 19):
-        for file in out.iterdir():
-            file.unlink()
-        out.rmdir()
-        done = _stopped(step, *words)
-        if done:
-            break
-        run(*words, "--resume").expect(0)
-        assert tree(out) == wanted, step
-    assert done, "a run of this size has fewer steps"
+    stop_anywhere(llama, book, tmp_path / "out", range(2, 400, 19))
 
 
 def test_a_resumed_run_does_not_quantize_finished_layers_again(

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from quantize import sources
-from quantize.test_outputs import FEW, _stopped, quantize, tree
+from quantize.test_outputs import FEW, quantize, stop_anywhere, tree
 from runner import run
 from w4pack.convert.errors import SourceError
 from w4pack.convert.files.provider import CheckpointProvider
@@ -103,30 +103,7 @@ def test_a_rotated_layer_is_read_once_by_the_gate_and_once_for_its_codes(
 def test_a_run_that_was_stopped_anywhere_resumes_to_the_same_bytes(
     llama: Path, book: Path, tmp_path: Path, overlapped: None
 ) -> None:
-    out = tmp_path / "out"
-    words = (
-        "convert",
-        llama,
-        out,
-        "--quantize",
-        "gptq",
-        "--group-size",
-        32,
-        "--calibration",
-        book,
-        *FEW,
-        "-q",
-    )
-    run(*words).expect(0)
-    wanted, done = tree(out), False
-    for step in range(3, 400, 29):
-        shutil.rmtree(out)
-        done = _stopped(step, *words)
-        if done:
-            break
-        run(*words, "--resume").expect(0)
-        assert tree(out) == wanted, step
-    assert done, "a run of this size has fewer steps"
+    stop_anywhere(llama, book, tmp_path / "out", range(3, 400, 29))
 
 
 def test_a_layer_that_was_computed_is_journaled_before_a_later_error_ends_the_run(
