@@ -17,7 +17,8 @@ NVRTC_VERSION = (12, 9)
 HINT = "pip install 'nvidia-cuda-nvrtc-cu12==12.9.*' 'nvidia-cuda-nvcc-cu12==12.9.*'"
 # The assembler's notes that warpgroup products wait for one another: C7510 and more, one for each cause.
 SERIALIZED = re.compile(r".*wgmma\S* instructions are serialized.*")
-OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+# No cache of the driver's, where there is one: what it holds comes without the log that tells of spills.
+OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--no-cache")
 # Programmatic launch (ptx.cuh) in PTX, the one thing that sm_80 lacks of what code of sm_90 says by itself.
 PROGRAMMATIC = re.compile(rb"\t// begin inline asm\n\tgriddepcontrol\.\w+;\n\t// end inline asm\n")
 BEFORE_PROGRAMMATIC = ("sm_80", "compute_80")
