@@ -22,25 +22,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 from w4pack.kernels import moe_tiles, tiles
 from w4pack.kernels.compiler import (
-    NVRTC_VERSION,
-    OPTIONS,
     BuildError,
     Compiled,
     assemble,
     assembler,
     compile_source,
+    identity,
     nvrtc,
     retarget,
 )
+from w4pack.kernels.manifest import CUBINS, Row, note, read_manifest, write_manifest, write_whole
 from w4pack.kernels.quarot import int_moe_tiles, int_tiles, kv_tiles, quantize_plan
 from w4pack.kernels.quarot.file import File
 
-HERE = Path(__file__).resolve().parent
-SOURCES = HERE / "csrc"
-CUBINS = HERE / "cubins"
+SOURCES = Path(__file__).resolve().parent / "csrc"
 ALLOWED_SPILLS = int(os.environ.get("W4PACK_SPILLS", "0"))  # tuning may look at kernels that spill a little
 FILES = Callable[[str], Iterable[File]]  # an architecture's
 # Architectures whose PTX is the same where the defines are, but for what ``retarget`` changes: the compiler
@@ -140,40 +139,55 @@ def _headers() -> bytes:
 
 
 def key_of(job: Job) -> str:
-    """Return what decides the bytes of a file: sources, options, compiler."""
+    """Return what decides the bytes of a file: sources, defines, compiler and how it is used."""
     parts = (
         _headers(),
         (SOURCES / job.source).read_bytes(),
-        repr((job.arch, job.defines, OPTIONS, NVRTC_VERSION)).encode(),
+        repr((job.arch, job.defines)).encode(),
+        identity(),
     )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def build(
-    wanted: Sequence[Job], workers: int, out: Path = CUBINS
-) -> tuple[list[dict[str, object]], list[str]]:
+def build(wanted: Sequence[Job], workers: int, out: Path = CUBINS) -> tuple[list[Row], list[str]]:
     """Compile what is not there yet; return a manifest row for each file, and what went wrong."""
-    known = {str(row["path"]): row for row in read_manifest(out)}
-    due = [job for job in wanted if not _is_there(job, known.get(job.path), out)]
     failures: list[str] = []
+    one_writer = Lock()
 
-    def make(jobs: Sequence[Job]) -> list[dict[str, object]]:
+    def make(jobs: Sequence[Job]) -> list[Row]:
         try:
-            return _make(jobs, out)
+            rows = _make(jobs, out)
         except BuildError as error:
             failures.append(str(error))
+            for job in jobs:
+                (out / job.path).unlink(missing_ok=True)  # of other sources: it may not be taken for these
             return []
+        with one_writer:
+            note(rows, out)
+        return rows
 
     with ThreadPoolExecutor(workers) as pool:
-        made = {str(row["path"]): row for rows in pool.map(make, of_one_compile(due)) for row in rows}
+        made = {
+            str(row["path"]): row for rows in pool.map(make, of_one_compile(due(wanted, out))) for row in rows
+        }
     kept = [  # read again: another build may have ended meanwhile
         row for row in read_manifest(out) if row["path"] not in made and (out / str(row["path"])).is_file()
     ]
     return sorted([*made.values(), *kept], key=lambda row: str(row["path"])), failures
 
 
-def _is_there(job: Job, row: dict[str, object] | None, out: Path) -> bool:
-    return row is not None and row["key"] == key_of(job) and (out / job.path).is_file()
+def due(wanted: Iterable[Job], out: Path = CUBINS) -> list[Job]:
+    """Return the files that are missing, of other sources or options, or not what their rows say."""
+    known = {str(row["path"]): row for row in read_manifest(out)}
+    return [job for job in wanted if not _is_there(job, known.get(job.path), out)]
+
+
+def _is_there(job: Job, row: Row | None, out: Path) -> bool:
+    if row is None or row["key"] != key_of(job) or not (out / job.path).is_file():
+        return False
+    if job.hot and int(str(row["spills"])) > ALLOWED_SPILLS:
+        return False
+    return hashlib.sha256((out / job.path).read_bytes()).hexdigest() == row["sha256"]
 
 
 def of_one_compile(wanted: Sequence[Job]) -> list[list[Job]]:
@@ -196,7 +210,7 @@ def needs_assembler(groups: Iterable[Sequence[Job]]) -> bool:
     return any(job.suffix == "cubin" for _, *others in groups for job in others)
 
 
-def _make(jobs: Sequence[Job], out: Path) -> list[dict[str, object]]:
+def _make(jobs: Sequence[Job], out: Path) -> list[Row]:
     first, *others = jobs
     result = compile_job(first)
     results = [(first, result), *((job, _follow(job, result.ptx)) for job in others)]
@@ -214,10 +228,8 @@ def _follow(job: Job, ptx: bytes) -> Compiled:
     return Compiled(own, "", own) if job.suffix == "ptx" else assemble(own, job.arch)
 
 
-def _write(job: Job, result: Compiled, out: Path) -> dict[str, object]:
-    path = out / job.path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(result.code)
+def _write(job: Job, result: Compiled, out: Path) -> Row:
+    write_whole(out / job.path, result.code)
     return {
         "path": job.path,
         "sha256": hashlib.sha256(result.code).hexdigest(),
@@ -229,24 +241,7 @@ def _write(job: Job, result: Compiled, out: Path) -> dict[str, object]:
     }
 
 
-def read_manifest(out: Path = CUBINS) -> list[dict[str, object]]:
-    """Return the rows of a build's manifest; none where there was no build."""
-    path = out / "manifest.json"
-    rows: list[dict[str, object]] = json.loads(path.read_text())["files"] if path.is_file() else []
-    return rows
-
-
-def write_manifest(rows: list[dict[str, object]], out: Path = CUBINS) -> None:
-    """Write the manifest, and keep version control away from what was built."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / ".gitignore").write_text("*\n")
-    version = ".".join(map(str, NVRTC_VERSION))
-    (out / "manifest.json").write_text(json.dumps({"nvrtc": version, "files": rows}, indent=1) + "\n")
-
-
-def prune(
-    rows: list[dict[str, object]], wanted: Sequence[Job], out: Path = CUBINS
-) -> list[dict[str, object]]:
+def prune(rows: list[Row], wanted: Sequence[Job], out: Path = CUBINS) -> list[Row]:
     """Delete what earlier builds left for these architectures and no table chooses; return the other rows."""
     paths = {job.path for job in wanted}
     stale = {f.name for arch in {job.arch for job in wanted} for f in out.glob(f"{arch}-*")} - paths
@@ -277,8 +272,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [job for arch in options.arch for job in jobs(arch, read_tiles(options.tiles))]
     wanted = [job for job in wanted if re.search(options.only, job.entry)]
     try:
-        nvrtc()
-        if needs_assembler(of_one_compile(wanted)):
+        groups = of_one_compile(due(wanted))
+        if groups:
+            nvrtc()
+        if needs_assembler(groups):
             assembler()
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 NVRTC_VERSION = (12, 9)
@@ -51,6 +52,23 @@ class Compiled:
     def serialized(self) -> str:
         """What the assembler says where warpgroup products wait for one another; else nothing."""
         return "\n".join(SERIALIZED.findall(self.log))
+
+
+PACKAGES = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvcc-cu12")
+
+
+@cache
+def identity() -> bytes:
+    """Return what decides, beside a source and its defines, the code that this module makes of it."""
+    versions = [_version_of(package) for package in PACKAGES]
+    return repr(versions).encode() + Path(__file__).read_bytes()
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 @cache

@@ -133,6 +133,83 @@ def test_a_file_is_kept_until_its_inputs_change(tmp_path: Path, monkeypatch: pyt
     assert compiled == ["a", "a"]
 
 
+@pytest.mark.parametrize("how", ["torn", "exchanged", "gone", "spilling"])
+def test_a_file_that_is_not_what_its_row_says_is_made_again(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = build.Job("gather.cu", "a", "sm_80", ())
+    monkeypatch.setattr(build, "ALLOWED_SPILLS", 64)
+    monkeypatch.setattr(
+        build, "compile_job", lambda _: build.Compiled(b"code", SPILL if how == "spilling" else "")
+    )
+    build.write_manifest(build.build([job], 1, tmp_path)[0], tmp_path)
+    assert build.due([job], tmp_path) == []
+    file = tmp_path / job.path
+    if how == "spilling":
+        monkeypatch.setattr(build, "ALLOWED_SPILLS", 0)
+    elif how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(b"co" if how == "torn" else b"edoc")
+    assert build.due([job], tmp_path) == [job]
+
+
+def test_a_build_that_was_stopped_keeps_what_it_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [build.Job("gather.cu", name, "sm_80", ()) for name in "abc"]
+
+    def compile_job(job: build.Job) -> build.Compiled:
+        if job.entry == "c":
+            raise KeyboardInterrupt
+        return build.Compiled(job.entry.encode(), "")
+
+    monkeypatch.setattr(build, "compile_job", compile_job)
+    with pytest.raises(KeyboardInterrupt):
+        build.build(wanted, 1, tmp_path)
+    assert build.due(wanted, tmp_path) == wanted[2:]
+    with (tmp_path / "manifest.part").open("a") as notes:
+        notes.write('{"path": "sm_80-')  # stopped in the middle of a row
+    (tmp_path / "manifest.json").write_text('{"nvrtc": "12.9", "files": [{"pa')
+    assert build.due(wanted, tmp_path) == wanted[2:]
+    monkeypatch.setattr(build, "compile_job", lambda job: build.Compiled(job.entry.encode(), ""))
+    rows, _ = build.build(wanted, 1, tmp_path)
+    build.write_manifest(rows, tmp_path)
+    assert [row["path"] for row in rows] == [job.path for job in wanted]
+    assert not (tmp_path / "manifest.part").exists() and build.due(wanted, tmp_path) == []
+
+
+def test_a_source_that_no_longer_compiles_leaves_no_earlier_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "compile_job", lambda _: build.Compiled(b"code", ""))
+    build.write_manifest(
+        build.build([build.Job("gather.cu", "a", "sm_80", ("X=1",))], 1, tmp_path)[0], tmp_path
+    )
+
+    def fails(job: build.Job) -> build.Compiled:
+        raise build.BuildError("no")
+
+    monkeypatch.setattr(build, "compile_job", fails)
+    rows, failures = build.build([build.Job("gather.cu", "a", "sm_80", ("X=2",))], 1, tmp_path)
+    assert failures == ["no"] and rows == [] and not list(tmp_path.glob("*.cubin"))
+
+
+@pytest.mark.parametrize("changed", ["versions", "module"])
+def test_how_code_is_made_is_part_of_a_files_key(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = build.Job("gather.cu", "a", "sm_80", ())
+    before = build.key_of(job)
+    compiler.identity.cache_clear()
+    if changed == "versions":
+        monkeypatch.setattr(compiler, "_version_of", lambda package: "12.9.1")
+    else:
+        monkeypatch.setattr(compiler, "__file__", str(Path(build.__file__)))
+    try:
+        assert build.key_of(job) != before
+    finally:
+        compiler.identity.cache_clear()
+
+
 def test_a_build_keeps_what_another_has_finished_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
