@@ -59,24 +59,24 @@ DEVICE float reciprocal_approximate(float a) {
   return out;
 }
 
-// 2^63 at most: the product of two is finite, and what is behind a smaller sigmoid is nothing in 16 bit.
-constexpr float LARGEST_EXPONENT = 63.0f;
-
-// 1 / sigmoid of what the activation multiplies g by: SiLU is g * sigmoid(g); GELU's tanh form is g * sigmoid(2 z),
-// z = sqrt(2 / pi) * (g + 0.044715 g^3).
-template <int ACTIVATION> DEVICE float over_sigmoid(float g) {
+// What the activation multiplies g by is 1 / (1 + 2^z): SiLU is g * sigmoid(g); GELU's tanh form is g * sigmoid(2 v),
+// v = sqrt(2 / pi) * (g + 0.044715 g^3).
+template <int ACTIVATION> DEVICE float exponent(float g) {
   constexpr float LOG2_E = 1.4426950408889634f, TWICE_ROOT = 1.5957691216057308f;
-  const float z = ACTIVATION == ACT_SILU ? -LOG2_E * g : -LOG2_E * TWICE_ROOT * fmaf(0.044715f * g * g, g, g);
-  return 1.0f + ptx::exp2(fminf(z, LARGEST_EXPONENT));
+  return ACTIVATION == ACT_SILU ? -LOG2_E * g : -LOG2_E * TWICE_ROOT * fmaf(0.044715f * g * g, g, g);
 }
 
 // d = round16(act(gate) * up) of a packed pair, within some ulp of fp32 before it is rounded. One reciprocal serves two:
-// the unit that makes them is the slowest here.
+// the unit that makes them is the slowest here. It does where the product of two is finite; a large negative gate, or
+// none that is a number, has one of its own, and 1 / inf = 0.
 template <int ACT, int ACTIVATION> DEVICE u32 activate_pair(u32 gate, u32 up) {
   using N = Number<ACT>;
   const float g = N::to_float(gate & 0xFFFF), h = N::to_float(gate >> 16);
-  const float a = over_sigmoid<ACTIVATION>(g), b = over_sigmoid<ACTIVATION>(h), both = reciprocal_approximate(a * b);
-  return N::pack(g * (both * b) * N::to_float(up & 0xFFFF), h * (both * a) * N::to_float(up >> 16));
+  const float y = exponent<ACTIVATION>(g), z = exponent<ACTIVATION>(h);
+  const float a = 1.0f + ptx::exp2(y), b = 1.0f + ptx::exp2(z), u = N::to_float(up & 0xFFFF), v = N::to_float(up >> 16);
+  if (!(y < 63.0f && z < 63.0f)) return N::pack(g * reciprocal_approximate(a) * u, h * reciprocal_approximate(b) * v);
+  const float both = reciprocal_approximate(a * b);
+  return N::pack(g * (both * b) * u, h * (both * a) * v);
 }
 
 template <int ACT, int ACTIVATION> DEVICE uint4 activate_octet(uint4 gate, uint4 up) {

@@ -1,7 +1,7 @@
 // codes, scales = quantize(x (H_m ⊗ Sylvester(C)) * f) of few rows: eight blocks of a cluster share a row of n = m * C.
 //
 // With one block a row, few rows leave the card empty: a row of 28672 values takes one multiprocessor some 8 us. Here a
-// block has m lines of C / 8 neighbouring columns, and the row meets twice:
+// block has m lines of C / 8 neighbouring columns, and the row is sent twice:
 //
 //  1 Loads x (16 bit), or round16(act(gate) * up), into padded lines; tensor cores apply H_m, butterflies of the bits of
 //    a column inside the slice follow, with one exchange in shared memory: steps 2 to 4 of hadamard_dense.cu.
@@ -215,14 +215,14 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 2)
   const bool real = threadIdx.x / 16 < each && pair < pairs;
   const u32 group = 2 * (real ? pair : 0) + threadIdx.x % 2;
   float v[2][8], largest = 0.0f;
-  ptx::barrier_wait(values_come, 0);
+  ptx::barrier_wait_for_cluster(values_come, 0);
   slice.collect(v, real, lane);
 #pragma unroll
   for (u32 i = 0; i < 16; i++) largest = hadamard::max_abs(largest, v[i / 8][i % 8]);
   largest = hadamard::warp_max(largest);
   if (lane < BLOCKS)
     send(ptx::in_block(ptx::shared_address(most + rank * WARPS + warp), lane), largest, ptx::in_block(largest_come, lane));
-  ptx::barrier_wait(largest_come, 0);
+  ptx::barrier_wait_for_cluster(largest_come, 0);
   largest = hadamard::warp_max(hadamard::max_abs(most[lane], most[lane + 32]));
   const hadamard::RowScale scale(largest, factor, q);
   if (blockIdx.x % BLOCKS == 0 && threadIdx.x == 0 && bits != 16) scales[row] = scale.scale;

@@ -44,7 +44,7 @@ struct Config {
   static constexpr bool ACTS_FIRST = GROUPS > 1;                        // while products run
   static_assert(NT % PIECE == 0 && NT % 4 == 0, "whole instructions and blocks of 32");
   static_assert(SPLIT == 1 ? KT <= 4 * GROUPS : KT * SPLIT == WARPS && PARTS == 1 && !STEPS, "each warp has its own sums");
-  static_assert(!JOINED || PARTS == 1 || (PARTS == 2 && 8 * NT % 64 == 0), "halves begin with a block");
+  static_assert(!JOINED || PARTS == 1 || (PARTS == 2 && 8 * NT % 64 == 0 && STEPS), "halves begin with a block, and join");
   static_assert(STAGES >= 2 && STAGES <= 8 && 16 * ROWS * WARPS <= BARRIERS_AT, "the head's places");
 
   // The 16 lines of H_m^T x that a warp takes. Warps without lines do nothing: so that those of the blocks of one
@@ -127,13 +127,13 @@ template <class T> struct Flat {
     }
   }
 
-  // Where the numbers of a turn's row lie.
+  // Where the numbers of a turn's row lie, in the order of the lines: a row's sum does not depend on who makes it.
   DEVICE float *of_row(u32 odd, u32 r) const { return numbers + (odd * T::ROWS + r) * 2 * T::WARPS; }
   DEVICE void publish(u32 odd, u32 r, float most, float sum) const {
-    const u32 warp = thread() / 32, lane = thread() % 32;
+    const u32 at = T::tile() + T::share() * T::KT, lane = thread() % 32;
     most = hadamard::warp_max(most);
     if (in.activation == ACT_NORM) sum = hadamard::warp_sum(sum);
-    if (lane == 0) of_row(odd, r)[warp] = most, of_row(odd, r)[T::WARPS + warp] = sum;
+    if (lane == 0) of_row(odd, r)[at] = most, of_row(odd, r)[T::WARPS + at] = sum;
   }
   // The last bit, and the largest values.
   DEVICE void publish_all(u32 odd, Sums (&d)[T::PARTS], const float (&sums)[T::PARTS]) const {

@@ -12,7 +12,7 @@ DEVICE float fma_saturated(float a, float b, float c) {
   return out;
 }
 
-// Sums to codes, in the low byte. CLIPPED: saturated, within 2^-17 of the quotient before it is rounded; else no
+// Sums to codes, in the low byte. CLIPPED: saturated, within 2^-15 of the quotient before it is rounded; else no
 // quotient may be too large, and none a NaN.
 template <bool CLIPPED> struct Codes {
   float inverse, shift, levels, magic;
@@ -91,8 +91,9 @@ template <u32 PIECES> struct Lines {
         store_16<AT + I * STEP * PITCH>(to, load_shared_16<512 * I>(pieces ^ 16 * turn(I * STEP)), real);
       } else {
         const u32 lane = PIECES * line + piece, at = 32 * I + lane, row = at / PIECES;
-        const bool real = before + static_cast<int>(row - line) < 0 && at < 8 * PIECES;
-        store_16<AT>(to + (row - line) * PITCH + 16 * (at % PIECES) - 16 * piece, load_shared_16<512 * I>(pieces), real);
+        const bool real = before + static_cast<int>(row - line) < 0;
+        if (32 * I + 32 <= 8 * PIECES || at < 8 * PIECES)
+          store_16<AT>(to + (row - line) * PITCH + 16 * (at % PIECES) - 16 * piece, load_shared_16<512 * I>(pieces), real);
       }
       bring<PITCH, AT, I + 1>(to, before);
     }

@@ -5,10 +5,6 @@
 #pragma once
 #include "hadamard.cuh"
 
-struct alignas(64) TensorMap {
-  u8 bytes[128];
-};
-
 namespace flat {
 
 // Asks for the box of a map at (column, line, row).

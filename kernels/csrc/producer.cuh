@@ -7,10 +7,6 @@
 #pragma once
 #include "scheduler.cuh"
 
-struct alignas(64) TensorMap {
-  u8 bytes[128];
-};
-
 template <class T> struct Ring {
   const u32 stages, barriers;  // of this slot
   int at = 0;

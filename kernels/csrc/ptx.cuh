@@ -1,4 +1,5 @@
-// One wrapper per instruction, so that the kernels read as C++ and every piece of inline assembly is here.
+// One wrapper per instruction, so that the kernels read as C++. What several of them use is here; an instruction of one
+// kernel alone is wrapped beside it.
 //
 // No header of the toolkit is included: 16-bit values travel as raw bits in 32-bit registers, two to a register.
 #pragma once
@@ -9,6 +10,11 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
+
+// What the copy engine knows of a matrix, made by the host.
+struct alignas(64) TensorMap {
+  u8 bytes[128];
+};
 
 namespace ptx {
 
@@ -147,6 +153,15 @@ DEVICE void barrier_wait(u32 barrier, u32 phase) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier), "r"(phase)
+      : "memory");
+}
+
+// The same where other blocks of the cluster have sent what the barrier counts.
+DEVICE void barrier_wait_for_cluster(u32 barrier, u32 phase) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again; }" ::"r"(barrier), "r"(phase)
       : "memory");
 }

@@ -100,7 +100,7 @@ ROOM = {"sm_120": 99 * 1024}  # bytes of shared memory that a block may take, wh
 
 CLUSTER_BLOCKS, CLUSTER_THREADS = 8, 256  # of a row; of a block
 CLUSTER_SLICES = (7, 6)  # log2 of the columns of a block, each a kernel
-CLUSTER_ORDER = 14336  # values of a row from which the blocks' meetings pay
+CLUSTER_ORDER = 14336  # values of a row from which it pays that blocks wait for one another
 
 
 def cluster_entry(dtype: str, log_slice: int) -> str:

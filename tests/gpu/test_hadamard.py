@@ -175,6 +175,28 @@ def test_many_rows_behind_an_activation_equal_few(n: int, activation: str, dtype
         assert int(apart.max()) <= 1 and float((apart != 0).float().mean()) <= TIES
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gates_whose_sigmoid_is_nothing(activation: str, dtype: torch.dtype) -> None:
+    """A large negative gate gives 0, beside others and in a row of its own, by few rows and by many."""
+    from w4pack.kernels.quarot import quantize_ops as ops
+
+    gates = [1.0, -60.0, -100.0, -5e4, 3.0, -87.0, -44.0, -2.0]
+    gates += [-1e19, 1.0, 1.0, -3e38] if dtype == torch.bfloat16 else []
+    for n in (1536, 14336):
+        transform = Transform.planned(n)
+        gate = torch.tensor(gates, device="cuda").repeat(-(-n // len(gates)))[:n].to(dtype)
+        for m in (3, 600):
+            x = normal(m, 2 * n, dtype)
+            x[:, :n] = gate
+            x[1, :n] = -100
+            d = quantize_reference.activation(x, activation)
+            found = ops.act_quantize(x, activation, transform.key, 8, 1.0, 1, n)
+            assert float(found[1][1]) == 1 and not bool(found[0][1].any())
+            y = transformed(d.double(), transform)
+            compare(found, y, dtype, (8, 1.0, 1), n, ACTIVATED_TIES, activated_scale(dtype))
+
+
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_many_rows_across_heads(heads: int, dtype: torch.dtype) -> None:
