@@ -633,10 +633,31 @@ def _errors(given: dict[str, Any]) -> Iterator[None]:
     except (click.ClickException, click.exceptions.Exit, NobodyReads):
         raise
     except Exception as err:
+        signalled = _signal_behind(err)
+        if signalled:
+            _leave(_interrupted(signalled), as_json=bool(given.get("as_json")))
         if given.get("debug"):
             raise
         told = _no_memory(err) if _is_memory(err) else _no_files(err) or _bug(err)
         _leave(told, as_json=bool(given.get("as_json")))
+
+
+def _signal_behind(err: BaseException) -> int:
+    """Return the exit code of the signal that an error was made of, or 0.
+
+    Before Python 3.12 what is raised while a class's attributes are named becomes a RuntimeError: the signal
+    may have come in the middle of an import.
+    """
+    seen: set[int] = set()
+    at: BaseException | None = err
+    while at is not None and id(at) not in seen:
+        if isinstance(at, KeyboardInterrupt):
+            return EXIT_SIGINT
+        if isinstance(at, _Terminated):
+            return EXIT_SIGTERM
+        seen.add(id(at))
+        at = at.__cause__ or at.__context__
+    return 0
 
 
 def _interrupted(code: int) -> W4PackError:
@@ -751,6 +772,10 @@ def main() -> None:
             _leave(_interrupted(EXIT_SIGTERM), as_json=False)
         except click.ClickException as err:
             _usage(err)
+        except RuntimeError as err:  # while a command's module is imported
+            if not _signal_behind(err):
+                raise
+            _leave(_interrupted(_signal_behind(err)), as_json=False)
         except StdoutError as err:
             _leave(err, as_json=False)
         except NobodyReads:

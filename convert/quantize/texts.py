@@ -5,6 +5,8 @@ text. Read as far as it is asked for: lines one by one, and of one long text its
 """
 
 import json
+import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +86,8 @@ def beginning(path: Path, characters: int) -> tuple[str, bool]:
     The text is what stands there: no end of a line becomes another. Raises UnicodeDecodeError, OSError.
     """
     with path.open(encoding=ENCODING, newline="") as file:
-        size = path.stat().st_size  # in bytes, so at least the characters; 0 of what is no plain file
+        told = path.stat()  # bytes, so at least the characters; of what is no plain file nobody knows
+        size = told.st_size if stat.S_ISREG(told.st_mode) else sys.maxsize
         return file.read(characters if characters < size else -1), file.read(1) != ""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from w4pack import __main__
-from w4pack.cli import _interrupted
+from w4pack.cli import _errors, _interrupted, _Terminated
 
 # The command gets a signal when a module is about to be imported.
 EARLY = """
@@ -84,3 +84,20 @@ def test_with_json_it_is_the_event_of_any_other_time() -> None:
 def test_a_job_in_the_background_that_ignores_ctrl_c_goes_on() -> None:
     done = early(signal.SIGINT, "click", "--help", ignored=True)
     assert done.returncode == 0 and "Exit codes" in done.stdout
+
+
+@pytest.mark.parametrize(("signalled", "code"), [(KeyboardInterrupt, 130), (_Terminated, 143)])
+def test_a_signal_that_became_another_error_is_no_bug(
+    signalled: type[BaseException], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before Python 3.12 one that comes while a class is made is the cause of a RuntimeError."""
+
+    def imported() -> None:
+        try:
+            raise signalled
+        except BaseException as err:
+            raise RuntimeError("Error calling __set_name__ on 'cached_property' instance") from err
+
+    with pytest.raises(SystemExit) as left, _errors({}):
+        imported()
+    assert (left.value.code, capsys.readouterr().err) == (code, "error: stopped by a signal\n")

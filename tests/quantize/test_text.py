@@ -256,3 +256,10 @@ def test_bpw_that_cannot_be_met_is_refused(
 ) -> None:
     done = run("convert", llama, tmp_path / "out", "--quantize", "rtn", "--json", *options).expect(code)
     assert done.error["where"] == "--bpw"
+
+
+def test_of_what_has_no_end_no_more_is_read_than_is_used() -> None:
+    from w4pack.convert.quantize.texts import beginning
+
+    text, more = beginning(Path("/dev/zero"), 1000)
+    assert (text, more) == ("\0" * 1000, True)
