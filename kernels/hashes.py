@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from w4pack.convert.dialects.online import lost_records, ran_online
+from w4pack.convert.dialects.recorded import changed
 from w4pack.convert.errors import Refused, SourceError, VerifyError
 from w4pack.convert.files import samples
 from w4pack.convert.files.exchanged import refuse_exchanged
@@ -46,15 +46,14 @@ def check(artifact: Artifact, names: Iterable[str], threads: int | None = None) 
 def check_samples(artifact: Artifact) -> None:
     """Raise VerifyError that names every tensor that has the bytes of another one of the same artifact.
 
-    SourceError for a config.json that has lost its ``online`` records: the weights are rotated for them.
+    ``online`` records are compared too: SourceError where they are lost, VerifyError where they were changed.
     Reads half a kilobyte of each tensor. Nothing is compared where the manifest is missing, or of a version
     of w4pack that wrote no samples.
     """
     manifest = _manifest(artifact.folder)
     if manifest is None:
         return
-    if not artifact.quant.get("online") and ran_online(manifest.get("options")):
-        raise lost_records(str(artifact.folder))
+    _refuse_changed_records(artifact, manifest)
     written = _of_tensors(artifact.folder, manifest, "sample", in_all=False)
     infos = [info for name, info in artifact.tensors.items() if name in written]
     with ExitStack() as stack:
@@ -64,6 +63,12 @@ def check_samples(artifact: Artifact) -> None:
             return samples.digest(opened[info.file].read, info.offset, info.nbytes)
 
         refuse_exchanged(infos, written, sample, str(artifact.folder))
+
+
+def _refuse_changed_records(artifact: Artifact, manifest: Mapping[str, Any]) -> None:
+    problems = list(changed(artifact.online, manifest, str(artifact.folder)))
+    if problems:
+        raise Refused.together(problems)
 
 
 def _opened(artifact: Artifact, infos: Iterable[TensorInfo], stack: ExitStack) -> dict[str, WeightFile]:

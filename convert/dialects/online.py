@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from w4pack.convert.core.scheme import RUN_BITS, RUN_CODES, WIDE
-from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError
+from w4pack.convert.errors import Refused, UsageError, W4PackError
 
 HADAMARD_SITES = ("residual_read", "qk", "attn_out", "mlp_mid")
 ACT_SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
@@ -141,27 +141,6 @@ def misfit(site: str, expected: object, found: object) -> Refused:
         expected=str(expected),
         found=str(found),
         hint="the artifact was changed, or is another model's: make it again from its source",
-    )
-
-
-def ran_online(options: Any) -> bool:
-    """Tell whether the options of a conversion, as a manifest has them, ask for work between the layers."""
-    asked = options if isinstance(options, Mapping) else {}
-    quantize = asked.get("quantize")
-    own = quantize if isinstance(quantize, Mapping) else {}
-    bits = [own.get(name, WIDE) for name in ("act_bits", "kv_bits")]
-    return asked.get("rotate") == "full" or any(b != WIDE for b in bits)
-
-
-def lost_records(folder: str) -> SourceError:
-    """Return the error of an artifact that was made with work between its layers, and says none."""
-    return SourceError(
-        "config.json has lost what runs between the layers: these weights would compute another model",
-        code="artifact-online",
-        where=f"{folder}/config.json: quantization_config.online",
-        expected="the records, as the options in w4pack.json say",
-        found="none",
-        hint=f"w4pack verify {folder}; take config.json as it was written",
     )
 
 

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from w4pack.convert.dialects import recorded
+from w4pack.convert.dialects.online import parse
 from w4pack.convert.jobs import manifest, sidefiles
 from w4pack.convert.jobs.staging import write_file
 from w4pack.convert.planning.options import ConvertOptions
@@ -36,13 +38,19 @@ def build(
         "plan": digest,
         "source": {"origin": plan.origin, "files": to_plain(plan.files)},
         "files": {},
-        "quantization": {**(plan.quantization or {}), **outcome},
+        "quantization": {**_records_of(plan), **(plan.quantization or {}), **outcome},
     }
     if plan.rotation is not None:
         value["rotation"] = dict(plan.rotation)
     value["tensors"] = manifest.Entries(lambda: manifest.tensor_entries(plan, written))
     value["layers"] = manifest.Entries(lambda: _layers(plan, written))
     return value
+
+
+def _records_of(plan: Plan) -> dict[str, str]:
+    """Return the digest by which every reader sees that the artifact's records are those written here."""
+    records = parse((plan.quant_config or {}).get("online", []))
+    return {recorded.FINGERPRINT: recorded.fingerprint(records)} if records else {}
 
 
 def _layers(plan: Plan, written: manifest.Written) -> Iterator[tuple[str, str]]:

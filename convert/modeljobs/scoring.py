@@ -22,7 +22,7 @@ from w4pack.convert.quantize import calibration, evaluation
 from w4pack.convert.quantize.evaluation import Difference, Score, compare
 from w4pack.convert.quantize.stream import Stream
 from w4pack.convert.source.detect import Source, read_source
-from w4pack.convert.source.online import lost, records_of
+from w4pack.convert.source.online import unlike_written
 from w4pack.convert.source.reading import DetectOptions
 
 BATCH_TOKENS = 4096  # in one run of a layer
@@ -33,13 +33,13 @@ Found = tuple[Score, Score | None, Difference | None]  # of the model, of the ot
 def read_model(checkpoint: Checkpoint) -> Source:
     """Understand a model. Raises what loaders raise for an artifact that was changed since it was written.
 
-    VerifyError for tensors that were exchanged, SourceError for online records that are lost.
+    VerifyError for tensors that were exchanged and online records that were changed, SourceError for records
+    that are lost.
     """
     source = read_source(checkpoint, DetectOptions())
-    if not source.problems and not records_of(source):
-        lost_of_it = list(lost(source))
-        if lost_of_it:
-            raise Refused.together(lost_of_it)
+    problems = [] if source.problems else list(unlike_written(source))
+    if problems:
+        raise Refused.together(problems)
     value = manifest.of_store(checkpoint.store.read, checkpoint.store.files()) or {}
     told = {name: entry.get("sample") for name, entry in value.get("tensors", {}).items()}
     written = {name: sample for name, sample in told.items() if isinstance(sample, str)}

@@ -23,6 +23,7 @@ from w4pack.convert.planning.padding import pad_for_tp
 from w4pack.convert.planning.quantize_options import named_by
 from w4pack.convert.planning.targets import TARGETS, Target
 from w4pack.convert.source.detect import Source
+from w4pack.convert.source.online import unlike_written
 
 
 def decide(source: Source, options: ConvertOptions) -> Decisions:
@@ -62,6 +63,9 @@ def _unpacked(source: Source, options: ConvertOptions) -> str:
 
 def _refuse_online(source: Source) -> None:
     """An artifact whose runtime does more than multiply is that artifact alone: nothing else can say so."""
+    problems = list(unlike_written(source))
+    if problems:  # the records that forbid it may be gone
+        raise Refused.together(problems)
     own = source.claims is not None and source.claims.method == "w4pack"
     records = w4pack.run_time(source.quant_config or {}) if own else ()
     if records:

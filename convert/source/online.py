@@ -14,11 +14,10 @@ from w4pack.convert.dialects.online import (
     HEAD_SIZES,
     Online,
     Settings,
-    lost_records,
     misfit,
     parse,
-    ran_online,
 )
+from w4pack.convert.dialects.recorded import changed
 from w4pack.convert.errors import Refused, W4PackError
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.tensorfile import TensorInfo
@@ -103,7 +102,7 @@ def refuse_architecture(architecture: Architecture) -> None:
 
 
 MANIFEST = "w4pack.json"
-HEAD_BYTES = 1 << 16  # of a manifest: options, which may name many layers, lie before its large tables
+HEAD_BYTES = 1 << 18  # of a manifest: what may name many layers lies before its large tables
 GUIDE = "k_guide"
 
 
@@ -199,38 +198,58 @@ def _either(sizes: set[int]) -> str:
 def problems_of(source: Source) -> tuple[W4PackError, ...]:
     """Return what stops w4pack's loader from running the records of an artifact as they were calibrated."""
     records = records_of(source)
-    if not records:
-        return tuple(lost(source))
+    unlike = tuple(unlike_written(source))
+    if unlike or not records:
+        return unlike
     return _problems(records, source.config, dict(source.checkpoint.tensors), _linears(source))
 
 
-def lost(source: Source) -> Iterator[W4PackError]:
-    """Yield what says that an artifact without records had some: the options it was made with, or guides."""
-    if source.claims is None or source.claims.method != "w4pack" or source.claims.refusals:
+def unlike_written(source: Source) -> Iterator[W4PackError]:
+    """Yield what says that an artifact's records are not those that were written: its manifest, or guides.
+
+    Its block may be gone too. Nothing of a block that is not known: that is a problem of the source.
+    """
+    if source.claims is not None and source.claims.refusals:
         return
-    if ran_online(manifest_options(source.checkpoint)):
-        yield lost_records(source.checkpoint.label)
+    records, label = records_of(source), source.checkpoint.label
+    problems = tuple(changed(records, manifest_head(source.checkpoint), label))
+    yield from problems
+    if problems or records or not any(layer.layout == "marlin" for layer in source.layers):
         return
     stray = next((name for name in source.checkpoint.tensors if name.endswith(f".{GUIDE}")), None)
     if stray is not None:
         yield misfit("kv_quant", f"a record, as there is {stray}", "none")
 
 
-def manifest_options(checkpoint: Checkpoint) -> Any:
-    """Return the options that an artifact was made with, None where its manifest does not tell them.
+def manifest_head(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the first members of an artifact's manifest; none where there is none that can be read.
 
-    They stand at its beginning, so of a far manifest of megabytes no more is read.
+    Options, report and rotation stand before its tables, so of a far manifest of megabytes no more is read.
     """
     if MANIFEST not in checkpoint.store.files():
-        return None
+        return {}
     blob = checkpoint.store.blob(MANIFEST)
     head = bytearray(min(blob.size, HEAD_BYTES))
     blob.read_into(0, memoryview(head))
-    _, named, rest = head.decode("utf-8", "replace").partition('"options":')
-    try:
-        return json.JSONDecoder().raw_decode(rest.lstrip())[0] if named else None
-    except (ValueError, RecursionError):
-        return None
+    return _members(head.decode("utf-8", "replace"))
+
+
+def _members(text: str) -> dict[str, Any]:
+    """Return the members of the JSON object that a text begins with, as far as they are whole."""
+    found: dict[str, Any] = {}
+    decoder, mark, rest = json.JSONDecoder(), *text.lstrip().partition("{")[1:]
+    while mark in ("{", ","):
+        try:
+            key, end = decoder.raw_decode(rest.lstrip())
+            _, _, rest = rest.lstrip()[end:].partition(":")
+            rest = rest.lstrip()
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            break
+        found[str(key)] = value
+        rest = rest[end:].lstrip()
+        mark, rest = rest[:1], rest[1:]
+    return found
 
 
 def planned_problems(facts: ModelFacts) -> tuple[W4PackError, ...]:

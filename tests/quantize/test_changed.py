@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from quantize.test_outputs import quantize
 from runner import Run, run
+from w4pack.convert.errors import VerifyError
+from w4pack.kernels import hashes
+from w4pack.kernels.artifact import open_artifact
 
 GUIDE = "model.layers.0.self_attn.k_guide"
 Change = Callable[[dict[str, Any]], object]
@@ -78,6 +81,8 @@ def test_a_manifest_that_tells_nothing_is_no_bug(content: str, copy: Path, book:
 
 def test_a_stray_guide_is_told(copy: Path, book: Path) -> None:
     edit(copy, lambda q: [record.pop("guide", None) for record in q["online"]])
+    assert measured(copy, book).expect(4).error["code"] == "artifact-online-changed"
+    (copy / "w4pack.json").unlink()
     assert GUIDE in measured(copy, book).expect(3).error["expected"]
     assert GUIDE in checked(copy)
 
@@ -112,3 +117,81 @@ def test_records_that_nobody_knows_are_refused_by_every_command(online: Any, cop
         error = json.loads(done.expect(3).out)
         assert error["code"] == "artifact-unknown"
         assert error["what"].startswith("the artifact's config says something of `online")
+
+
+@pytest.fixture(scope="module")
+def rotated(llama: Path, book: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("changed") / "rotated"
+    quantize(llama, out, "--rotate", "full", "--act-bits", 4, "--kv-bits", 4, text=book).expect(0)
+    return out
+
+
+def without(kind: str, site: str | None) -> Change:
+    def change(block: dict[str, Any]) -> None:
+        left = [r for r in block["online"] if (r["kind"], r.get("site")) != (kind, site)]
+        assert len(left) == len(block["online"]) - 1
+        block["online"] = left
+
+    return change
+
+
+def bent(kind: str, **values: Any) -> Change:
+    def change(block: dict[str, Any]) -> None:
+        next(record for record in block["online"] if record["kind"] == kind).update(values)
+
+    return change
+
+
+BENT = {
+    **{f"no {site}": without("hadamard", site) for site in ("attn_out", "mlp_mid", "qk")},
+    **{f"no act {site}": without("act_quant", site) for site in ("attn_in", "mlp_mid")},
+    "smaller blocks": bent("hadamard", block=16, factors=[[16, "sylvester"]]),
+    "other bits": bent("act_quant", bits=8),
+    "other ratio": bent("act_quant", clip={"4": 0.5, "8": 1.0}),
+    "other bits of the cache": bent("kv_quant", bits={"k": 8, "v": 8}),
+}
+
+
+@pytest.mark.parametrize("change", BENT.values(), ids=BENT)
+def test_one_record_that_is_gone_or_bent_is_told(
+    change: Change, rotated: Path, tmp_path: Path, book: Path
+) -> None:
+    copy = Path(shutil.copytree(rotated, tmp_path / "copy"))
+    edit(copy, change)
+    error = measured(copy, book).expect(4).error
+    assert error["code"] == "artifact-online-changed" and "as w4pack.json says" in error["expected"]
+    assert "as w4pack.json says" in checked(copy)
+    assert "as w4pack.json says" in json.dumps(run("inspect", copy, "--json").expect(0).data["warnings"])
+    assert run("convert", copy, tmp_path / "out", "--to", "dense", "--json").expect(4).error == error
+    with pytest.raises(VerifyError, match="not the one that was written"):
+        hashes.check_samples(open_artifact(copy, online=True))
+
+
+def test_records_written_with_other_spaces_and_numbers_are_the_same(
+    rotated: Path, tmp_path: Path, book: Path
+) -> None:
+    copy = Path(shutil.copytree(rotated, tmp_path / "copy"))
+    path = copy / "config.json"
+    config = json.loads(path.read_text(), parse_float=lambda text: float(text) if float(text) % 1 else 1)
+    config["eos_token_id"] = 3
+    path.write_text(json.dumps(config, sort_keys=True))
+    measured(copy, book).expect(0)
+    assert "w4pack.json" not in checked(copy)  # which refuses heads of 32 values
+    hashes.check_samples(open_artifact(copy, online=True))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["records", "block"])
+@pytest.mark.parametrize("target", ["dense", "gptq", "awq", "compressed-tensors", "marlin"])
+def test_an_artifact_without_its_records_is_not_converted(
+    target: str, whole: bool, rotated: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(rotated, tmp_path / "copy"))
+    path = copy / "config.json"
+    config = json.loads(path.read_text())
+    if whole:
+        del config["quantization_config"]
+    else:
+        del config["quantization_config"]["online"]
+    path.write_text(json.dumps(config))
+    error = run("convert", copy, tmp_path / "out", "--to", target, "--json").expect(1).error
+    assert error["code"] == "artifact-online" and not (tmp_path / "out").exists()

@@ -1,0 +1,112 @@
+"""Whether an artifact's ``online`` records are those that it was written with, as its manifest tells.
+
+A record that is gone or bent leaves weights that compute another model, and nothing else in a folder shows
+it. Other keys of config.json are the user's to edit, so its hash alone says too little. What the manifest
+tells: the transforms of the rotation, the bits in the options, and a digest of all records together
+(``fingerprint``; the first artifacts have none).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from w4pack.convert.core.scheme import WIDE
+from w4pack.convert.dialects.online import ACT_SITES, Online, parse
+from w4pack.convert.errors import SourceError, VerifyError, W4PackError
+
+FINGERPRINT = "online"  # in the manifest's object ``quantization``
+
+
+def fingerprint(records: Online) -> str:
+    """Return the sha256 of records by what they say, however their JSON is written (1 or 1.0)."""
+    return hashlib.sha256(json.dumps(asdict(records), sort_keys=True).encode()).hexdigest()
+
+
+def changed(records: Online, manifest: Mapping[str, Any], folder: str) -> Iterator[W4PackError]:
+    """Yield how records differ from what a manifest says was written; nothing where it does not tell.
+
+    manifest  its members that are known: ``options``, ``quantization``, ``rotation``
+    """
+    if not records:
+        if _ran_online(manifest.get("options")):
+            yield _lost(folder)
+        return
+    found = [
+        *_transforms(records, _object(manifest.get("rotation")).get("online")),
+        *_quantizers(records, _object(_object(manifest.get("options")).get("quantize"))),
+    ]
+    told = _object(manifest.get("quantization")).get(FINGERPRINT)
+    own = fingerprint(records)
+    if not found and isinstance(told, str) and told != own:
+        found.append(("", f"records with the sha256 {told}", f"others, with {own}"))
+    for site, expected, other in found:
+        yield VerifyError(
+            "an online record is not the one that was written: the model would compute something else",
+            code="artifact-online-changed",
+            where=f"{folder}/config.json: quantization_config.online" + (f": {site}" if site else ""),
+            expected=f"{expected}, as w4pack.json says",
+            found=other,
+            hint=f"w4pack verify {folder}; take config.json as it was written",
+        )
+
+
+Difference = tuple[str, str, str]  # site, what was written, what is there
+
+
+def _transforms(records: Online, told: Any) -> Iterator[Difference]:
+    """Yield the transforms that are not those of the rotation, ``told``."""
+    try:
+        written = parse(told).hadamard if isinstance(told, list) else records.hadamard
+    except W4PackError:  # a manifest that cannot be understood tells nothing
+        return
+    for record in written:
+        if record not in records.hadamard:
+            own = [h for h in records.hadamard if h.site == record.site and h not in written]
+            yield record.site, _matrix(record), _matrix(own[0]) if own else "no such record"
+    sites = {record.site for record in written}
+    for record in records.hadamard:
+        if record.site not in sites:
+            yield record.site, "no transform", _matrix(record)
+
+
+def _matrix(record: Any) -> str:
+    factors = " x ".join(f"{order} {construction}" for order, construction in record.factors)
+    return f"order {record.order} in blocks of {record.block} = {factors}"
+
+
+def _quantizers(records: Online, asked: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield the quantizers that are gone, or of other bits than the options ask for."""
+    act_bits, kv_bits = asked.get("act_bits", WIDE), asked.get("kv_bits", WIDE)
+    for site in ACT_SITES if act_bits != WIDE else ():
+        own = records.acts.get(site)
+        if own is None or own.bits != act_bits:
+            yield site, f"activations in {act_bits} bit", f"{own.bits} bit" if own else "no such record"
+    if kv_bits != WIDE and (records.kv is None or set(records.kv.bits) != {kv_bits}):
+        found = "no such record" if records.kv is None else "{} and {} bit".format(*records.kv.bits)
+        yield "kv_quant", f"keys and values in {kv_bits} bit", found
+
+
+def _ran_online(options: Any) -> bool:
+    """Tell whether the options of a conversion, as a manifest has them, ask for work between the layers."""
+    asked = _object(options)
+    own = _object(asked.get("quantize"))
+    bits = [own.get(name, WIDE) for name in ("act_bits", "kv_bits")]
+    return asked.get("rotate") == "full" or any(b != WIDE for b in bits)
+
+
+def _lost(folder: str) -> SourceError:
+    """Return the error of an artifact that was made with work between its layers, and says none."""
+    return SourceError(
+        "config.json has lost what runs between the layers: these weights would compute another model",
+        code="artifact-online",
+        where=f"{folder}/config.json: quantization_config.online",
+        expected="the records, as the options in w4pack.json say",
+        found="none",
+        hint=f"w4pack verify {folder}; take config.json as it was written",
+    )
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
