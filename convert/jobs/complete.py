@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from w4pack.convert.errors import Refused
+from w4pack.convert.errors import Refused, SourceError, VerifyError
 from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.jobs import manifest, sidefiles
@@ -13,6 +13,7 @@ from w4pack.convert.jobs.compare import Failure, compare_files
 from w4pack.convert.jobs.staging import Staging
 from w4pack.convert.jobs.verify import compare_output, refuse_damaged
 from w4pack.convert.planning.plan import Plan
+from w4pack.convert.planning.record import to_plain
 from w4pack.convert.source.detect import Source
 
 
@@ -25,23 +26,68 @@ def finished_plan(out: Path, plan: Plan) -> dict[str, Any] | None:
     return value if value.get("plan") == plan.digest else None
 
 
+def refuse_other_source(out: Path, plan: Plan) -> None:
+    """Raise Refused if OUT is the published result of the same command, but of other files than the plan's.
+
+    Seen from names, sizes, headers and the content of small files; see ``finished_before`` for values.
+    """
+    staging = Staging(out)
+    if staging.out.exists() or not (staging.standing / manifest.NAME).is_file():
+        return
+    value = manifest.load(staging.standing)
+    asked = (plan.version, plan.target, to_plain(plan.options), to_plain(plan.origin))
+    source = value["source"]
+    if (value["tool"].get("version"), value["target"], value["options"], source.get("origin")) != asked:
+        return
+    old, new = _identities(source.get("files")), {f.name: (f.size, f.header) for f in plan.files}
+    for name in (*new, *old):
+        if old.get(name) != new.get(name):
+            sides = [_shown(files.get(name)) for files in (old, new)]
+            raise _changed(Failure(name, "source", *sides))
+
+
+def _identities(files: Any) -> dict[Any, tuple[Any, Any]]:
+    """Return name -> (size, header) of the source's files that a manifest records."""
+    rows = [f for f in files if isinstance(f, dict)] if isinstance(files, list) else []
+    return {f["name"]: (f.get("size"), f.get("header")) for f in rows if isinstance(f.get("name"), str)}
+
+
+def _shown(identity: tuple[Any, Any] | None) -> str:
+    return "no such file" if identity is None else f"{identity[0]} bytes, digest {str(identity[1])[:16]}"
+
+
 def finished_before(out: Path, plan: Plan, source: Source, threads: int) -> bool:
     """Tell whether OUT is already the published result of this plan; a staging folder left is removed.
 
-    The plan holds sizes and headers of the source's files; their data is compared too, with the hashes
-    that ``--strict`` took or else with OUT, value by value. Raises Refused if the source changed since,
-    VerifyError if OUT did.
+    The plan identifies the source's files; the data of weights is compared too, with the hashes that
+    ``--strict`` took or else with OUT, value by value. Codes that were computed are nowhere in the source:
+    there hashes alone tell. Raises Refused if the source changed since, VerifyError if OUT did.
     """
     value = finished_plan(out, plan)
     if value is None:
         return False
     staging = Staging(out)
-    with open_checkpoint(LocalStore(out)) as written:
+    with _opened(out) as written:
         refuse_damaged(written, value, threads)
         _refuse_changed(written, value, source, plan, threads)
     staging.remove_old()
     shutil.rmtree(staging.root, ignore_errors=True)
     return True
+
+
+def _opened(out: Path) -> Checkpoint:
+    """Open OUT. Raises VerifyError where its files are cut, gone or no checkpoint any more."""
+    try:
+        return open_checkpoint(LocalStore(out))
+    except SourceError as err:
+        raise VerifyError(
+            f"the output of w4pack is damaged: {err.what}",
+            code="damaged",
+            where=err.where,
+            expected=err.expected,
+            found=err.found,
+            hint="convert again with `--overwrite`, without `--resume`",
+        ) from err
 
 
 def _refuse_changed(
@@ -50,21 +96,24 @@ def _refuse_changed(
     """Raise Refused if the source is not the one that OUT was made of."""
     recorded = _hashes(value)
     hashed = {f.name: f.sha256 for f in plan.files if f.sha256 and recorded.get(f.name)}
-    if len(hashed) == len(plan.files):
+    if len(hashed) == len(plan.files) or plan.quantization is not None:
         failures = [Failure(n, "hash", recorded[n], sha) for n, sha in hashed.items() if sha != recorded[n]]
         failures += compare_files(sidefiles.carried(source.checkpoint), written, source.checkpoint)
     else:
         failures = compare_output(written, value, source, plan, threads)[1]
     if failures:
-        first = failures[0]
-        raise Refused(
-            "the source changed after OUT was made",
-            code="resume-differs",
-            where=first.tensor,
-            expected=first.expected,
-            found=first.found,
-            hint="convert again with `--overwrite`, without `--resume`",
-        )
+        raise _changed(failures[0])
+
+
+def _changed(first: Failure) -> Refused:
+    return Refused(
+        "the source changed after OUT was made",
+        code="resume-differs",
+        where=first.tensor,
+        expected=first.expected,
+        found=first.found,
+        hint="convert again with `--overwrite`, without `--resume`",
+    )
 
 
 def _hashes(value: Mapping[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The source as a job knows it again: where it lies, its weight files, the manifest of one that is ours."""
+"""The source as a job knows it again: where it lies, its files, the manifest of one that is ours."""
 
 import hashlib
 from collections.abc import Mapping
@@ -21,13 +21,31 @@ def folder_of(checkpoint: Checkpoint) -> Path | None:
 
 
 def source_files(checkpoint: Checkpoint, *, strict: bool) -> tuple[SourceFile, ...]:
-    """Identify the source's weight files: size, digest of the header, sha256 of the whole if ``strict``."""
+    """Identify the files that decide a result: weights by size and header, all others by their content.
+
+    ``strict`` adds the sha256 of the whole file, weights included.
+    """
     found = []
     for name in checkpoint.weight_files:
         blob = checkpoint.store.blob(name)
         whole = digest(chunks(blob.read_into, blob.size)) if strict else None
         found.append(SourceFile(name, blob.size, header_digest(blob), whole))
+    for name in _beside_weights(checkpoint):
+        blob = checkpoint.store.blob(name)
+        content = digest(chunks(blob.read_into, blob.size))
+        found.append(SourceFile(name, blob.size, content, content if strict else None))
     return tuple(found)
+
+
+def _beside_weights(checkpoint: Checkpoint) -> list[str]:
+    """Return the files beside the weights that a job reads or copies.
+
+    Of a source that is not in a folder those that opening it has read: its revision names the others, which
+    a plan need not fetch.
+    """
+    opened = (*checkpoint.raw, checkpoint.index, manifest.NAME)
+    read = {name for name in checkpoint.store.files() if name in opened}
+    return sorted(read if folder_of(checkpoint) is None else {*read, *checkpoint.side_files})
 
 
 def header_digest(blob: Blob) -> str:

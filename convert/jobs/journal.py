@@ -229,7 +229,7 @@ def _first_difference(found: Any, wanted: Any, where: str) -> tuple[str, str, st
     """Return (file, what the earlier run had, what is there now) of the first file that differs."""
     for old, new in zip(found or [], wanted, strict=False):
         if old != new:
-            for label, a, b in zip(("name", "size", "header", "sha256"), old, new, strict=False):
+            for label, a, b in zip(("name", "size", "digest", "sha256"), old, new, strict=False):
                 if a != b:
                     return str(new[0]), f"{label} {a}", f"{label} {b}"
     return where, f"{len(found or [])} files", f"{len(wanted)} files"

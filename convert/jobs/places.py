@@ -6,7 +6,7 @@ from pathlib import Path
 from w4pack.convert.errors import OutputError
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.jobs import journal
-from w4pack.convert.jobs.complete import finished_plan
+from w4pack.convert.jobs.complete import finished_plan, refuse_other_source
 from w4pack.convert.jobs.identity import folder_of
 from w4pack.convert.jobs.running import Running
 from w4pack.convert.jobs.staging import Staging, check_apart, existing_parent
@@ -48,10 +48,13 @@ def check_asked(out: Path, options: ConvertOptions, running: Running) -> None:
 def check_resumed(out: Path, plan: Plan, running: Running) -> None:
     """Raise what a run with ``--resume`` would raise before it does anything: the plan is known now.
 
-    Raises OutputError for an OUT that it cannot replace, Refused for an interrupted run of another job.
+    Raises OutputError for an OUT that it cannot replace, Refused for an interrupted run of another job, or
+    for a source that is another one since OUT was made.
     """
     if running.resume and finished_plan(out, plan) is None:
         staging = Staging(out)
+        if not running.overwrite:
+            refuse_other_source(out, plan)
         staging.check(overwrite=running.overwrite, resume=True)
         if staging.journal.is_file():
             journal.read(staging.journal, plan)

@@ -7,7 +7,7 @@ from typing import Any
 
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.events import warning_fields
-from w4pack.convert.jobs.complete import finished_plan
+from w4pack.convert.jobs.complete import finished_before
 from w4pack.convert.jobs.conversion import tell_values
 from w4pack.convert.jobs.identity import source_files
 from w4pack.convert.jobs.journal import Earlier, Finished, Journal
@@ -76,7 +76,7 @@ def quantize_model(
         on_plan(plan, warnings, facts, source)
     for warning in warnings:
         running.reporter.event("warning", **warning_fields(warning))
-    if running.resume and finished_plan(out, plan) is not None:
+    if running.resume and finished_before(out, plan, prepared.source, running.workers):
         say(team, FINISHED)
         return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
     outliers: dict[str, Any] = {}

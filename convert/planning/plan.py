@@ -70,7 +70,11 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """Identity of one source file. ``sha256`` only with ``--strict``."""
+    """Identity of one source file.
+
+    header  sha256 of a weight file's first bytes, of every other file's whole content
+    sha256  of the whole file, only with ``--strict``
+    """
 
     name: str
     size: int

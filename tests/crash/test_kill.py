@@ -248,6 +248,20 @@ def test_a_changed_byte_is_not_seen_without_strict_but_a_changed_header_is(
     assert tree(out) == want["marlin"]
 
 
+@pytest.mark.parametrize("published", [False, True], ids=["interrupted", "complete"])
+def test_other_settings_are_another_source(published: bool, source: Path, tmp_path: Path) -> None:
+    changed, out = copied(source, tmp_path / "src"), tmp_path / "out"
+    if published:
+        convert(changed, out, "marlin", *SHARDS).expect(0)
+    else:
+        half_done(changed, out)
+    config = changed / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 0.001}))
+    done = convert(changed, out, "marlin", *SHARDS, "--resume").expect(3)
+    assert (done.error["code"], done.error["where"]) == ("resume-differs", "config.json")
+    assert out.exists() == published
+
+
 def weights(files: dict[str, str]) -> dict[str, str]:
     """Return the weight files of a tree and their index."""
     return {name: digest for name, digest in files.items() if name.startswith("model")}

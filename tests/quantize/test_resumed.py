@@ -1,0 +1,135 @@
+"""`--resume` behind a source or an OUT that is no longer what it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantize.test_outputs import _stopped, tree
+from runner import Run, run
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork, beside idle threads
+RTN = ("--quantize", "rtn", "--group-size", 32)
+
+
+def words(source: Path, out: Path) -> tuple[Any, ...]:
+    return ("convert", source, out, *RTN, "--threads", 1)
+
+
+def resumed(source: Path, out: Path, *options: Any) -> Run:
+    return run(*words(source, out), "--json", "--resume", *options)
+
+
+@pytest.fixture
+def source(llama: Path, tmp_path: Path) -> Path:
+    """A source that a test may change."""
+    return Path(shutil.copytree(llama, tmp_path / "src"))
+
+
+@pytest.fixture(scope="module")
+def made(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("resumed") / "out"
+    run(*words(llama, out)).expect(0)
+    return out
+
+
+@pytest.fixture
+def out(made: Path, tmp_path: Path) -> Path:
+    """A complete OUT that a test may change."""
+    return Path(shutil.copytree(made, tmp_path / "out"))
+
+
+def settings(source: Path, **changed: Any) -> None:
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def step_with_work(source: Path, out: Path) -> int:
+    """Stop a run where something is finished; return the step."""
+    for step in range(20, 200, 4):
+        shutil.rmtree(f"{out}.w4pack-staging", ignore_errors=True)
+        assert not _stopped(step, *words(source, out)), "no stop behind a journaled operation"
+        log = Path(f"{out}.w4pack-staging/journal.jsonl")
+        if log.is_file() and log.read_bytes().count(b"\n") > 3:
+            return step
+    raise AssertionError("no stop behind a journaled operation")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_interrupted_run_does_not_go_on_with_other_settings(
+    name: str, source: Path, made: Path, tmp_path: Path
+) -> None:
+    out, path = tmp_path / "new", source / name
+    step_with_work(source, out)
+    before = path.read_bytes()
+    settings(source, rms_norm_eps=1e-3) if name == "config.json" else path.write_bytes(before + b"\n")
+    error = resumed(source, out).expect(3).error
+    assert (error["code"], error["where"]) == ("resume-differs", name)
+    path.write_bytes(before)
+    resumed(source, out).expect(0)
+    assert tree(out) == tree(made)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_complete_out_of_other_settings_is_refused(name: str, source: Path, out: Path) -> None:
+    if name == "config.json":
+        settings(source, rope_theta=50.0)
+    else:
+        (source / name).write_bytes((source / name).read_bytes() + b"\n")
+    for more in ((), ("--dry-run",)):
+        error = resumed(source, out, *more).expect(3).error
+        assert (error["what"], error["where"]) == ("the source changed after OUT was made", name)
+
+
+def test_a_complete_out_as_it_was_made_is_left(source: Path, out: Path) -> None:
+    before = tree(out)
+    events = resumed(source, out).expect(0).events
+    assert any("resumed_complete" in json.dumps(event) for event in events)
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [flip, lambda path: path.write_bytes(path.read_bytes()[:-64]), Path.unlink],
+    ids=["a byte", "cut", "gone"],
+)
+def test_a_damaged_complete_out_is_told(damage: Callable[[Path], object], llama: Path, out: Path) -> None:
+    damage(out / "model.safetensors")
+    assert resumed(llama, out).expect(4).error["code"] == "damaged"
+
+
+def test_other_weights_under_the_same_header_are_told_where_both_runs_were_strict(
+    source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "new"
+    run(*words(source, out), "--strict").expect(0)
+    resumed(source, out, "--strict").expect(0)
+    flip(source / "model.safetensors")
+    error = resumed(source, out, "--strict").expect(3).error
+    assert (error["code"], error["where"]) == ("resume-differs", "model.safetensors")
+
+
+def test_what_a_crash_behind_the_rename_left_is_removed(source: Path, out: Path, tmp_path: Path) -> None:
+    """`--overwrite`, ended at its last steps: OUT is new, and the old one may still lie beside it."""
+    before, seen = tree(out), set()
+    for step in range(40, 200):
+        over = _stopped(step, *words(source, out), "--overwrite")
+        left = {p.name for p in tmp_path.glob("out.w4pack*")}
+        if not over and out.exists() and not (tmp_path / "out.w4pack-staging/out").exists():
+            seen |= left
+            resumed(source, out).expect(0)
+            assert not list(tmp_path.glob("out.w4pack*")) and tree(out) == before, step
+        if over:
+            break
+    assert seen == {"out.w4pack-staging", "out.w4pack-old"}
