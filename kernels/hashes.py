@@ -1,7 +1,6 @@
 """Compares tensors with what the converter wrote of each: all bytes on request, a sample always."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +11,13 @@ from typing import Any
 from w4pack.convert.dialects.recorded import changed
 from w4pack.convert.errors import Refused, SourceError, VerifyError
 from w4pack.convert.files import samples
+from w4pack.convert.files.described import MANIFEST, of_tensors, read_manifest
 from w4pack.convert.files.exchanged import refuse_exchanged
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels.artifact import Artifact
 from w4pack.kernels.workers import WeightFile
 
-MANIFEST = "w4pack.json"
-LIMIT = 512 << 20  # bytes; the manifest of a 70B model with folded orders has a few MB
 BLOCK = 4 << 20  # bytes hashed at a time: stays in the cache
 
 
@@ -54,7 +52,7 @@ def check_samples(artifact: Artifact) -> None:
     if manifest is None:
         return
     _refuse_changed_records(artifact, manifest)
-    written = _of_tensors(artifact.folder, manifest, "sample", in_all=False)
+    written = of_tensors(str(artifact.folder), manifest, "sample", in_all=False)
     infos = [info for name, info in artifact.tensors.items() if name in written]
     with ExitStack() as stack:
         opened = _opened(artifact, infos, stack)
@@ -107,37 +105,9 @@ def read_hashes(folder: Path) -> dict[str, str]:
         raise SourceError(
             "the artifact has no manifest to check against", code="no-manifest", where=str(folder / MANIFEST)
         )
-    return _of_tensors(folder, manifest, "sha256", in_all=True)
+    return of_tensors(str(folder), manifest, "sha256", in_all=True)
 
 
 def _manifest(folder: Path) -> Mapping[str, Any] | None:
-    """Return the manifest of an artifact, None without one. Raises SourceError for one that is no object."""
     with LocalStore(folder) as store:
-        if MANIFEST not in store.files():
-            return None
-        where, raw = store.path_of(MANIFEST), store.read(MANIFEST, LIMIT)
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError) as err:
-        raise _unreadable(where, err) from err
-    if not isinstance(found, dict):
-        raise _unreadable(where, TypeError("no object"))
-    return found
-
-
-def _of_tensors(folder: Path, manifest: Mapping[str, Any], key: str, *, in_all: bool) -> dict[str, str]:
-    """Return tensor name -> what a manifest says of it.
-
-    in_all  of every tensor, or the manifest is incomplete
-    Raises SourceError for one that cannot be used.
-    """
-    try:
-        tensors = manifest["tensors"]
-        return {str(name): str(entry[key]) for name, entry in tensors.items() if in_all or key in entry}
-    except (KeyError, TypeError, AttributeError) as err:
-        raise _unreadable(folder / MANIFEST, err) from err
-
-
-def _unreadable(where: object, err: Exception) -> SourceError:
-    found = f"{type(err).__name__}: {err}".partition("\n")[0][:200]
-    return SourceError("the manifest cannot be read", code="manifest", where=str(where), found=found)
+        return read_manifest(store)

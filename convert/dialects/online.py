@@ -21,6 +21,7 @@ from w4pack.convert.errors import Refused, UsageError, W4PackError
 HADAMARD_SITES = ("residual_read", "qk", "attn_out", "mlp_mid")
 ACT_SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
 HEAD_SIZES = (64, 80, 96, 128, 256)  # of the quantized cache's kernels
+UNIT = 8  # values that the kernels of transforms and quantizers read at once: widths are multiples of it
 CLIP_KEYS = tuple(map(str, RUN_CODES))
 KEYS = {
     "hadamard": ("kind", "site", "order", "factors", "block", "signs"),

@@ -21,17 +21,11 @@ from w4pack.convert.errors import Refused
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.online import model_of
 from w4pack.convert.quantize.activations import fake_cache, fake_keys, fake_tokens
+from w4pack.convert.quantize.guides import SOFTCAP, refuse_guide
 from w4pack.convert.quantize.skeleton import CACHE_NAMES, Skeleton
 from w4pack.convert.rotate.rotation import Rotation
 from w4pack.convert.rotate.transform import rotate
-from w4pack.convert.source.online import guide_of, misfits, place, plain, sites_of
-
-TRANSFORM_OF = {
-    "attn_in": "residual_read",
-    "mlp_in": "residual_read",
-    "attn_out": "attn_out",
-    "mlp_mid": "mlp_mid",
-}
+from w4pack.convert.source.online import guide_of, misfits, place, plain, sites_of, transform_of
 
 
 def rotation_of(record: Hadamard) -> Rotation:
@@ -100,7 +94,10 @@ def runtime_of(
     if online.kv is not None and online.kv.guide and settings.kv_bits != WIDE:
         if read is None:
             raise ValueError("guides of keys, and nothing to read them with")
-        guides = {layer.index: read(guide_of(layer)) for layer in model.layers}
+        named = {layer.index: guide_of(layer) for layer in model.layers}
+        guides = {index: read(name) for index, name in named.items()}
+        for index, name in named.items():
+            refuse_guide(name, guides[index], config.get(SOFTCAP))
     return Runtime(
         online,
         sites_of(model.layers),
@@ -191,7 +188,7 @@ class Runtime:
         return rotate(apart, rotation, -2).flatten(-2)
 
     def _rotation(self, site: str, width: int) -> Rotation | None:
-        key = (TRANSFORM_OF[site], None if site == "attn_out" else width)
+        key = transform_of(site, width)
         if key not in self._rotations:
             record = self.online.transform(*key)
             self._rotations[key] = None if record is None else rotation_of(record)

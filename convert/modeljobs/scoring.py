@@ -11,6 +11,7 @@ import torch
 from w4pack.convert.errors import Refused, UsageError, W4PackError
 from w4pack.convert.files import samples
 from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.described import of_tensors, read_manifest
 from w4pack.convert.files.exchanged import refuse_exchanged
 from w4pack.convert.files.provider import torch_dtype
 from w4pack.convert.files.tensorfile import TensorInfo
@@ -34,15 +35,16 @@ def read_model(checkpoint: Checkpoint) -> Source:
     """Understand a model. Raises what loaders raise for an artifact that was changed since it was written.
 
     VerifyError for tensors that were exchanged and online records that were changed, SourceError for records
-    that are lost.
+    that are lost and for a manifest that cannot be read.
     """
     source = read_source(checkpoint, DetectOptions())
     problems = [] if source.problems else list(unlike_written(source))
     if problems:
         raise Refused.together(problems)
-    value = manifest.of_store(checkpoint.store.read, checkpoint.store.files()) or {}
-    told = {name: entry.get("sample") for name, entry in value.get("tensors", {}).items()}
-    written = {name: sample for name, sample in told.items() if isinstance(sample, str)}
+    told = read_manifest(checkpoint.store)
+    if told is None:
+        return source
+    written = of_tensors(checkpoint.label, told, "sample", in_all=False)
     infos = [info for name, info in checkpoint.tensors.items() if name in written]
     refuse_exchanged(infos, written, partial(_sample, checkpoint), checkpoint.label)
     return source
@@ -171,5 +173,6 @@ def _refuse_other_vocabulary(own: Stream, theirs: Stream, against: str | Path) -
 def overlap_of(read: Any, files: Mapping[str, int], cut: torch.Tensor) -> float:
     """Return the share of the model's calibration text that occurs in the measured one."""
     value = manifest.of_store(read, files)
-    record = ((value or {}).get("quantization") or {}).get("calibration")
+    report = (value or {}).get("quantization")
+    record = report.get("calibration") if isinstance(report, dict) else None
     return calibration.overlap(record, cut.reshape(-1).numpy()) if isinstance(record, dict) else 0.0

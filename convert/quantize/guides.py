@@ -21,11 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from w4pack.convert.errors import Refused
+
 WATCHED = "w4pack_watched"  # the name under which transformers finds the attention that is watched
 # Of the first eigenvalue, what the mean of the others counts at least: C of fewer queries than the head has
 # values, or of none, has no others, and a direction alone would count.
 LEAST = 1e-4
 SEES_OFFSET = ("softcap", "s_aux", "sinks")  # arguments of an attention
+SOFTCAP = "attn_logit_softcapping"  # of a config
+LARGEST = 1e6  # what 15 steps of the largest scale of a cached row, in fp16, reach
 
 
 @dataclass(slots=True, eq=False)
@@ -165,3 +169,30 @@ def _function(module: nn.Module, name: str) -> Callable[..., Any]:
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get(name, eager)
     return found
+
+
+def refuse_guide(name: str, guide: torch.Tensor, softcap: float | None) -> None:
+    """Refuse values that no calibration finds, and an offset where scores go through a soft cap.
+
+    guide    (2, kv heads, head size): offset and direction
+    softcap  of the model's scores, None or 0 for none
+    """
+    largest = float(guide.abs().max())
+    if not largest < LARGEST:
+        raise Refused(
+            "the values of a guide of keys are not those of a calibration",
+            code="artifact-online",
+            where=name,
+            expected=f"numbers below {LARGEST:g}: no cached key is larger",
+            found=f"{largest:.3g}",
+            hint="w4pack verify with the artifact, or --kv-bits 16",
+        )
+    if softcap and bool(guide[0].any()):
+        raise Refused(
+            "an offset of keys changes scores that go through a soft cap",
+            code="artifact-online",
+            where=name,
+            expected=f"an offset of 0: {SOFTCAP} is {softcap}",
+            found=f"up to {float(guide[0].abs().max()):.3g}",
+            hint="--kv-bits 16",
+        )

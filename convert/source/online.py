@@ -12,6 +12,7 @@ from w4pack.convert.core.facts import DenseFacts, ModelFacts, Warning_
 from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.dialects.online import (
     HEAD_SIZES,
+    UNIT,
     Online,
     Settings,
     misfit,
@@ -20,6 +21,7 @@ from w4pack.convert.dialects.online import (
 from w4pack.convert.dialects.recorded import changed
 from w4pack.convert.errors import Refused, W4PackError
 from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.described import MANIFEST
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.rotate import orders
 from w4pack.convert.rotate.accounting import Layer, layers_of
@@ -48,7 +50,7 @@ class Linear:
 class Place:
     """A model by the description of its class: its decoder layers, by names of the file.
 
-    guides  name of each layer's guide of keys -> its shape; None where there is none
+    guides  name of each layer's guide of keys -> (dtype, shape); None where there is none
     """
 
     architecture: Architecture
@@ -56,7 +58,7 @@ class Place:
     linears: Mapping[str, Linear]
     heads: int
     kv_heads: int
-    guides: Mapping[str, tuple[int, ...] | None]
+    guides: Mapping[str, tuple[str, tuple[int, ...]] | None]
 
     @property
     def sites(self) -> dict[str, str]:
@@ -101,9 +103,14 @@ def refuse_architecture(architecture: Architecture) -> None:
         )
 
 
-MANIFEST = "w4pack.json"
 HEAD_BYTES = 1 << 18  # of a manifest: what may name many layers lies before its large tables
-GUIDE = "k_guide"
+TRANSFORM_OF = {
+    "attn_in": "residual_read",
+    "mlp_in": "residual_read",
+    "attn_out": "attn_out",
+    "mlp_mid": "mlp_mid",
+}
+GUIDE, GUIDE_DTYPE = "k_guide", "F32"
 
 
 def guide_of(layer: Layer) -> str:
@@ -131,7 +138,7 @@ def place(
         raise misfit("attn_out", "a number of heads in config.json: num_attention_heads", heads)
     kv_heads = config.get("num_key_value_heads") or heads
     found = {guide_of(layer): tensors.get(guide_of(layer)) for layer in layers}
-    guides = {name: None if info is None else tuple(info.shape) for name, info in found.items()}
+    guides = {name: None if info is None else (info.dtype, tuple(info.shape)) for name, info in found.items()}
     return Place(architecture, layers, linears, heads, kv_heads, guides)
 
 
@@ -157,17 +164,19 @@ def misfits(records: Online, at: Place) -> Iterator[W4PackError]:
     if records.kv is not None and records.kv.guide:
         shape = (2, at.kv_heads, records.kv.group)
         for name, found in at.guides.items():
-            if found != shape:
-                other = "no such tensor" if found is None else list(found)
-                yield misfit("kv_quant", f"{name} {list(shape)}", other)
+            if found is None or found[1] != shape:
+                other = "no such tensor" if found is None else list(found[1])
+                yield misfit(f"kv_quant, {name}", f"{name} {list(shape)}", other)
+            elif found[0] != GUIDE_DTYPE:
+                yield misfit(f"kv_quant, {name}", f"{name} {GUIDE_DTYPE}", found[0])
     else:
         stray = [name for name, found in at.guides.items() if found is not None]
         if stray:
             yield misfit("kv_quant", f"guide: true, as there is {stray[0]}", "no guide")
 
 
-def without_kernel(settings: Settings, at: Place) -> Iterator[W4PackError]:
-    """Yield what no kernel runs at these bits: head sizes of the cache, weights of integer products."""
+def without_kernel(records: Online, settings: Settings, at: Place) -> Iterator[W4PackError]:
+    """Yield what no kernel runs at these bits: head sizes of the cache, weights of products, widths."""
     for size in sorted(at.head_sizes if settings.kv_bits != WIDE else ()):
         if size not in HEAD_SIZES:
             yield Refused(
@@ -189,6 +198,38 @@ def without_kernel(settings: Settings, at: Place) -> Iterator[W4PackError]:
                 found=odd,
                 hint="--act-bits 16",
             )
+    yield from _odd_widths(records, settings, at)
+
+
+def _odd_widths(records: Online, settings: Settings, at: Place) -> Iterator[W4PackError]:
+    """Yield each width that the kernels in front of linears do not read, by the first linear that has it."""
+    seen: set[tuple[str, int]] = set()
+    for name, site in at.sites.items():
+        if name not in at.linears:  # experts in one tensor, which no kernel reads
+            continue
+        width = at.linears[name].width
+        turned = records.transform(*transform_of(site, width)) is not None
+        coded = settings.act_bits != WIDE and site in records.acts
+        if width % UNIT == 0 or not (turned or coded) or (site, width) in seen:
+            continue
+        seen.add((site, width))
+        again = "convert the 16-bit model again with --rotate offline and --act-bits 16"
+        yield Refused(
+            "no kernel transforms or quantizes rows of this width",
+            code="online-width",
+            where=name,
+            expected=f"a multiple of {UNIT} input features",
+            found=str(width),
+            hint=again if turned else "--act-bits 16",
+        )
+
+
+def transform_of(site: str, width: int) -> tuple[str, int | None]:
+    """Return (site, order) of the transform in front of a linear that reads ``width`` features of a site.
+
+    The order is None across heads: it is their number.
+    """
+    return TRANSFORM_OF[site], None if site == "attn_out" else width
 
 
 def _either(sizes: set[int]) -> str:
@@ -197,11 +238,9 @@ def _either(sizes: set[int]) -> str:
 
 def problems_of(source: Source) -> tuple[W4PackError, ...]:
     """Return what stops w4pack's loader from running the records of an artifact as they were calibrated."""
-    records = records_of(source)
-    unlike = tuple(unlike_written(source))
-    if unlike or not records:
-        return unlike
-    return _problems(records, source.config, dict(source.checkpoint.tensors), _linears(source))
+    tensors = dict(source.checkpoint.tensors)
+    found = _problems(records_of(source), source.config, tensors, _linears(source))
+    return found or tuple(unlike_written(source))
 
 
 def unlike_written(source: Source) -> Iterator[W4PackError]:
@@ -277,7 +316,7 @@ def _problems(
         at = place(config, tensors, linears)
     except W4PackError as err:
         return err.problems or (err,)
-    return (*misfits(records, at), *without_kernel(settings, at))
+    return (*misfits(records, at), *without_kernel(records, settings, at))
 
 
 def shown(problems: Iterable[W4PackError]) -> tuple[Warning_, ...]:

@@ -39,7 +39,7 @@ def plan(artifact: Artifact, act_bits: int | None = None, kv_bits: int | None = 
     if not records:
         return None
     at = place(artifact.config, artifact.tensors, _linears(artifact))
-    problems = (*misfits(records, at), *without_kernel(settings, at))
+    problems = (*misfits(records, at), *without_kernel(records, settings, at))
     if problems:
         raise Refused.together(problems)
     return OnlinePlan(records, settings, at)

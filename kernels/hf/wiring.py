@@ -7,13 +7,13 @@ norm, and the transform where there is one, in 16 bit.
 
 from dataclasses import replace as replace_fields
 
-import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
 from w4pack.convert.core.families import expert_index
 from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.errors import Refused
+from w4pack.convert.quantize.guides import SOFTCAP, refuse_guide
 from w4pack.convert.rotate.architecture import Block
 from w4pack.convert.source.online import GUIDE, guide_of
 from w4pack.kernels.experts import PackedExperts
@@ -27,8 +27,6 @@ from w4pack.kernels.quarot.modules import GatedMLP, put_front
 from w4pack.kernels.quarot.transform import Transform
 
 OPERATOR_OF = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> the operator's
-SOFTCAP = "attn_logit_softcapping"  # of a config
-LARGEST_GUIDE = 1e6  # what 15 steps of the largest scale of a cached row, in fp16, reach
 GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 
 
@@ -158,33 +156,11 @@ class _Wiring:
             module = self.model.get_submodule(self.place(layer.attention.writers[0]).rpartition(".")[0])
             guide = module.get_buffer(GUIDE) if quant.guide else None
             if guide is not None:
-                self.refuse_guide(guide_of(layer), guide)
+                softcap = getattr(self.model.config.get_text_config(), SOFTCAP, None)
+                refuse_guide(guide_of(layer), guide, softcap)
             plans[module] = replace_fields(stored, guide=guide)
         layers = self.place(self.made.at.layers[0].attention.writers[0]).partition(".layers.")[0]
         kv_attention.install(self.model, self.model.get_submodule(layers), plans)
-
-    def refuse_guide(self, name: str, guide: torch.Tensor) -> None:
-        """Refuse values that no calibration finds, and an offset where scores go through a soft cap."""
-        largest = float(guide.abs().max())
-        if not largest < LARGEST_GUIDE:
-            raise Refused(
-                "the values of a guide of keys are not those of a calibration",
-                code="artifact-online",
-                where=name,
-                expected=f"numbers below {LARGEST_GUIDE:g}: no cached key is larger",
-                found=f"{largest:.3g}",
-                hint="w4pack verify with the artifact, or --kv-bits 16",
-            )
-        softcap = getattr(self.model.config.get_text_config(), SOFTCAP, None)
-        if softcap and bool(guide[0].any()):
-            raise Refused(
-                "an offset of keys changes scores that go through a soft cap",
-                code="artifact-online",
-                where=name,
-                expected=f"an offset of 0: {SOFTCAP} is {softcap}",
-                found=f"up to {float(guide[0].abs().max()):.3g}",
-                hint="--kv-bits 16",
-            )
 
     # ---- names
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from w4pack.convert.core.scheme import RUN_BITS
+from w4pack.convert.dialects.online import UNIT
 from w4pack.kernels import checks
 from w4pack.kernels.quarot import orders_int
 from w4pack.kernels.quarot.calls import Form
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2}  # as the kernels number them
 BITS = RUN_BITS
-UNIT = 8  # values a kernel reads at once
 WIDTH = 64  # columns of a packed weight's tile: what codes are padded to
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from quantize import sources
 from quantize.test_outputs import quantize
 from runner import Run, run
-from w4pack.convert.errors import VerifyError
+from w4pack.convert.errors import SourceError, VerifyError
 from w4pack.kernels import hashes
 from w4pack.kernels.artifact import open_artifact
 
@@ -120,9 +122,10 @@ def test_records_that_nobody_knows_are_refused_by_every_command(online: Any, cop
 
 
 @pytest.fixture(scope="module")
-def rotated(llama: Path, book: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rotated(book: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("changed") / "rotated"
-    quantize(llama, out, "--rotate", "full", "--act-bits", 4, "--kv-bits", 4, text=book).expect(0)
+    source = sources.save(sources.llama(hidden_size=128, head_dim=64), out.with_name("source"))
+    quantize(source, out, "--rotate", "full", "--act-bits", 4, "--kv-bits", 4, text=book).expect(0)
     return out
 
 
@@ -176,7 +179,7 @@ def test_records_written_with_other_spaces_and_numbers_are_the_same(
     config["eos_token_id"] = 3
     path.write_text(json.dumps(config, sort_keys=True))
     measured(copy, book).expect(0)
-    assert "w4pack.json" not in checked(copy)  # which refuses heads of 32 values
+    assert run("check", copy, "--engine", "w4pack", "--json").expect(0).data["ok"]
     hashes.check_samples(open_artifact(copy, online=True))
 
 
@@ -195,3 +198,44 @@ def test_an_artifact_without_its_records_is_not_converted(
     path.write_text(json.dumps(config))
     error = run("convert", copy, tmp_path / "out", "--to", target, "--json").expect(1).error
     assert error["code"] == "artifact-online" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", ["[]", "{", {"tensors": []}, {"tensors": None}, {"tensors": {"a": None}}])
+def test_a_manifest_that_the_loader_cannot_read_is_refused_by_eval(
+    content: Any, copy: Path, book: Path
+) -> None:
+    path = copy / "w4pack.json"
+    whole = json.loads(path.read_text())
+    path.write_text(content if isinstance(content, str) else json.dumps({**whole, **content}))
+    error = measured(copy, book).expect(1).error
+    assert error["code"] == "manifest" and error["what"] == "the manifest cannot be read"
+    with pytest.raises(SourceError, match="the manifest cannot be read"):
+        hashes.check_samples(open_artifact(copy, online=True))
+
+
+@pytest.mark.parametrize("report", [5, None, [], {"calibration": 5}, {"calibration": {"sketch": 5}}])
+def test_a_report_of_another_shape_is_no_bug(report: Any, copy: Path, book: Path) -> None:
+    path = copy / "w4pack.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization": report}))
+    measured(copy, book).expect(0)
+
+
+def with_guides(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({n: change(t) if n.endswith(".k_guide") else t for n, t in tensors.items()}, path)
+
+
+def test_guides_that_no_calibration_finds_are_not_measured(copy: Path, book: Path) -> None:
+    with_guides(copy, lambda guide: guide * float("nan"))
+    error = measured(copy, book).expect(3).error
+    assert error["code"] == "artifact-online" and error["found"] == "nan" and error["where"] == GUIDE
+    measured(copy, book, "--kv-bits", 16).expect(0)
+
+
+def test_guides_of_another_dtype_are_told_each_by_its_name(copy: Path, book: Path) -> None:
+    with_guides(copy, lambda guide: guide.to(torch.int32))
+    error = measured(copy, book).expect(3).error
+    assert [p["found"] for p in error["problems"]] == ["I32", "I32"]
+    assert all(p["where"].endswith(f".{n}.self_attn.k_guide") for n, p in enumerate(error["problems"]))
+    assert f"{GUIDE} F32" in checked(copy)

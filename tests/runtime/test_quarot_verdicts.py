@@ -148,6 +148,31 @@ def test_a_head_size_without_kernel_is_said_before_it_is_loaded(tmp_path: Path) 
     assert refusal(lambda: w4pack.load(tmp_path / "out", kv_bits=16)) is None
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rotate", "linears"),
+    [
+        ({"intermediate_size": 172}, "full", ["mlp.down_proj"]),
+        ({"intermediate_size": 172}, "none", ["mlp.down_proj"]),
+        ({"hidden_size": 100}, "none", ["self_attn.q_proj", "mlp.gate_proj"]),
+    ],
+    ids=["R4", "mlp_mid", "the stream"],
+)
+def test_a_width_without_kernel_is_said_before_it_is_loaded(
+    sizes: dict[str, int], rotate: Any, linears: list[str], tmp_path: Path
+) -> None:
+    plain = models.source("llama", tmp_path / "source", **{**SMALL, **sizes})
+    options = QuantizeOptions(method="rtn", group_size=-1, act_bits=4, kv_bits=16)
+    report = convert(plain, tmp_path / "out", quantize=options, rotate=rotate)
+    names = [f"model.layers.0.{name}" for name in linears]
+    assert [w.where for w in report.warnings if w.code == "online-width"] == names
+    (answer,) = check(tmp_path / "out", engines=["w4pack"])
+    assert [blocker["layer"] for blocker in answer["results"][0]["blockers"]] == names
+    loaded = refusal(lambda: w4pack.load(tmp_path / "out"))
+    assert isinstance(loaded, Refused) and loaded.code == "online-width"
+    wide = refusal(lambda: w4pack.load(tmp_path / "out", act_bits=16))
+    assert (wide is not None) is (rotate == "full")
+
+
 @pytest.mark.parametrize("found", ["no such tensor", "[3, 1, 64]"])
 def test_the_way_on_of_a_guide_is_a_sentence(found: str, out: Path, tmp_path: Path) -> None:
     folder = edited(out, tmp_path, lambda r: {**r, "guide": True}, "kv_quant", None)
