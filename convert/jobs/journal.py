@@ -1,9 +1,11 @@
 """What is finished: one JSON line per operation, written only after its data is on the disk.
 
-The first line says which job this is. A line is believed only as far as its hashes: on resume every finished
-tensor is hashed again, and one that does not match is made anew. A torn last line counts as absent.
+The first line says which job this is. Every other line ends with a digest of itself: one that is not as it
+was written is lost work, which is done again. A line is believed only as far as its hashes: on resume every
+finished tensor is hashed again, and one that does not match is made anew. A torn last line counts as absent.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -29,6 +31,7 @@ DECIDES = (
     ("codes", "another calibration text or device"),
     ("plan", "another plan"),
 )
+CHECK = "check"  # of each line but the first: sha256 of the line without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,24 @@ class Finished:
 class Earlier:
     """What an earlier run of the same job has left. measured: the values that it found before its first step.
 
-    end  of its last whole line, in bytes
+    end   of its last whole line, in bytes
+    lost  lines that are not as they were written
     """
 
     finished: list[Finished] = field(default_factory=list)
     measured: Any = None
     end: int = 0
+    lost: int = 0
+
+    def told(self, kept: int, steps: int) -> list[str]:
+        """Return what a run with ``--resume`` says once it knows how many ``steps`` of its plan are kept."""
+        told = []
+        if self.lost:
+            text = f"of the earlier run's journal, lines that are not as they were written: {self.lost}"
+            told.append(f"{text}; what they tell of is done again")
+        if not kept:
+            return [*told, "there is nothing to resume: the work starts at the beginning"]
+        return [*told, f"resumed: {kept} of {steps} steps of the earlier run are kept"]
 
 
 def head(plan: Plan) -> dict[str, Any]:
@@ -88,7 +103,7 @@ class Journal:
             self._fd = os.open(path, flags, 0o666)
             self._end = os.fstat(self._fd).st_size
         if fresh:
-            self._write([head(plan)])
+            self._write([_text(head(plan))])
 
     def cut(self, size: int) -> None:
         """Drop a torn last line: new lines start at byte ``size``."""
@@ -98,11 +113,14 @@ class Journal:
 
     def append(self, finished: list[Finished], measured: Mapping[str, Any] | None = None) -> None:
         """Record operations whose data has been synced, and with them what was measured."""
-        lines = [{"op": f.op, "hashes": dict(f.hashes), "report": dict(f.report)} for f in finished]
-        self._write([*lines, *([] if measured is None else [{"measured": dict(measured)}])])
+        lines: list[dict[str, Any]] = [
+            {"op": f.op, "hashes": dict(f.hashes), "report": dict(f.report)} for f in finished
+        ]
+        lines += [] if measured is None else [{"measured": dict(measured)}]
+        self._write([_text({**line, CHECK: _check(line)}) for line in lines])
 
-    def _write(self, lines: list[dict[str, Any]]) -> None:
-        data = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+    def _write(self, lines: list[str]) -> None:
+        data = "".join(f"{line}\n" for line in lines).encode()
         with writing(self.path):
             step()
             write_all(self._fd, memoryview(data), self._end)
@@ -115,20 +133,44 @@ class Journal:
         os.close(self._fd)
 
 
+def _text(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, separators=(",", ":"))
+
+
+def _check(line: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_text(line).encode()).hexdigest()
+
+
 def read(path: Path, plan: Plan) -> Earlier:
     """Return what an earlier run has left. Raises Refused, naming what differs, if it had another job."""
     lines, end = _lines(path)
     if not lines:
         return Earlier()
-    _same_job(lines[0], head(plan), path)
-    found = [line["measured"] for line in lines[1:] if "measured" in line]
-    finished = {line["op"]: _finished(line) for line in lines[1:] if _is_finished(line, plan)}
-    return Earlier(list(finished.values()), found[-1] if found else None, end)
+    _same_job(_head(lines, path), head(plan), path)
+    whole = [line for line in lines[1:] if line is not None and _as_written(line)]
+    found = [line["measured"] for line in whole if "measured" in line]
+    finished = {line["op"]: _finished(line) for line in whole if _is_finished(line, plan)}
+    lost = len(lines) - 1 - len(whole)
+    return Earlier(list(finished.values()), found[-1] if found else None, end, lost)
 
 
-def has_work(path: Path) -> bool:
-    """Whether a journal, of whatever job, tells of something that is finished. Raises OutputError."""
-    return path.is_file() and len(_lines(path)[0]) > 1
+def _as_written(line: Mapping[str, Any]) -> bool:
+    return line.get(CHECK) == _check({name: value for name, value in line.items() if name != CHECK})
+
+
+def _head(lines: list[dict[str, Any] | None], path: Path) -> dict[str, Any]:
+    """Return the line that names the job. Raises OutputError where nobody can tell which job it was."""
+    if lines[0] is None:
+        raise OutputError(
+            "the journal of the earlier run does not say which job it was",
+            code="journal",
+            where=str(path),
+            expected="a JSON object in its first line",
+            found="something else",
+            hint="start again with `--overwrite` in place of `--resume`, which deletes what that run has "
+            "finished",
+        )
+    return lines[0]
 
 
 def check_asked(path: Path, wanted: Mapping[str, Any]) -> None:
@@ -138,11 +180,11 @@ def check_asked(path: Path, wanted: Mapping[str, Any]) -> None:
     """
     lines, _ = _lines(path)
     if lines:
-        _same_job(lines[0], wanted, path)
+        _same_job(_head(lines, path), wanted, path)
 
 
-def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the whole lines of a journal, and where the last of them ends."""
+def _lines(path: Path) -> tuple[list[dict[str, Any] | None], int]:
+    """Return the whole lines of a journal, None for what is no object, and where the last of them ends."""
     try:
         raw = path.read_bytes()
     except OSError as err:
@@ -153,31 +195,31 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
             found=str(err.strerror),
             hint="start again with `--overwrite` in place of `--resume`",
         ) from err
-    lines: list[dict[str, Any]] = []
-    end = 0
-    for line in raw.splitlines(keepends=True):
-        try:
-            value = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            break
-        lines.append(value)
-        end += len(line)
-    return lines, end
+    end = raw.rfind(b"\n") + 1
+    return [_object(line) for line in raw[:end].split(b"\n")[:-1]], end
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _is_finished(line: Mapping[str, Any], plan: Plan) -> bool:
-    op = line.get("op")
+    op, hashes, report = line.get("op"), line.get("hashes"), line.get("report")
     return (
-        isinstance(op, int)
+        type(op) is int
         and 0 <= op < len(plan.ops)
-        and set(line.get("hashes", {})) == set(plan.ops[op].outputs)
+        and isinstance(report, dict)
+        and isinstance(hashes, dict)
+        and set(hashes) == set(plan.ops[op].outputs)
     )
 
 
 def _finished(line: Mapping[str, Any]) -> Finished:
-    return Finished(line["op"], line["hashes"], line.get("report", {}))
+    return Finished(line["op"], line["hashes"], line["report"])
 
 
 def _same_job(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
@@ -227,9 +269,13 @@ def _fields(value: Mapping[str, Any], within: str = "") -> dict[str, str]:
 
 def _first_difference(found: Any, wanted: Any, where: str) -> tuple[str, str, str]:
     """Return (file, what the earlier run had, what is there now) of the first file that differs."""
-    for old, new in zip(found or [], wanted, strict=False):
-        if old != new:
-            for label, a, b in zip(("name", "size", "digest", "sha256"), old, new, strict=False):
-                if a != b:
-                    return str(new[0]), f"{label} {a}", f"{label} {b}"
-    return where, f"{len(found or [])} files", f"{len(wanted)} files"
+    rows = [row for row in found if isinstance(row, list) and row] if isinstance(found, list) else []
+    old, new = ({str(row[0]): row[1:] for row in side} for side in (rows, wanted))
+    for name in (*new, *old):
+        if name not in old or name not in new:
+            sides = ("the file" if name in side else "no such file" for side in (old, new))
+            return (name, *sides)
+        for label, a, b in zip(("size", "digest", "sha256"), old[name], new[name], strict=False):
+            if a != b:
+                return name, f"{label} {a}", f"{label} {b}"
+    return where, f"{len(rows)} files", f"{len(wanted)} files"

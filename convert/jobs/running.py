@@ -13,6 +13,7 @@ from w4pack.convert.errors import UsageError
 from w4pack.convert.events import Quiet, Reporter
 from w4pack.convert.jobs import work
 from w4pack.convert.jobs.execute import StopFlag
+from w4pack.convert.jobs.journal import Earlier
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.source.detect import Source
@@ -71,6 +72,11 @@ class Running:
     def workers(self) -> int:
         """Number of threads."""
         return self.threads or min(len(os.sched_getaffinity(0)), 8)
+
+    def tell_kept(self, earlier: Earlier, kept: int, plan: Plan) -> None:
+        """Say, where ``--resume`` was given, how many steps of a plan the earlier run has spared this one."""
+        for text in earlier.told(kept, len(plan.ops)) if self.resume else ():
+            self.reporter.event("note", text=text)
 
     def packed_on(self, plan: Plan) -> str | None:
         """Return the device that packs a plan's layers; None where they do not become Marlin tiles."""

@@ -30,18 +30,12 @@ def run_plan(
     def operations(files: OutFiles, log: Journal, earlier: Earlier) -> Mapping[int, Finished]:
         executor = Executor(plan, recipe, files, log, running.reporter, running.stop)
         executor.adopt(earlier.finished)
+        running.tell_kept(earlier, len(executor.finished), plan)
         whole = plan.rotation is not None  # tensors are made as a whole: one at a time
         executor.run(1 if whole else running.workers)
         return executor.finished
 
     return run_staged(plan, out, running, write_rest, operations)
-
-
-def _resumed(earlier: Earlier, plan: Plan) -> str:
-    """Return what is told where `--resume` was given."""
-    if not earlier.finished:
-        return "there is nothing to resume: the work starts at the beginning"
-    return f"resumed: {len(earlier.finished)} of {len(plan.ops)} steps of the earlier run are kept"
 
 
 def _opened(
@@ -82,8 +76,6 @@ def _staged(
         resume = staging.prepare(overwrite=running.overwrite, resume=running.resume)
         with ExitStack() as stack:
             files, log, earlier = _opened(stack, staging, plan, resume=resume)
-            if running.resume:
-                running.reporter.event("note", text=_resumed(earlier, plan))
             finished = operations(files, log, earlier)
             samples = {tensor.name: files.sample(tensor) for tensor in plan.tensors}
         hashes, reports = execute.tensor_hashes(finished), execute.reports(plan, finished)

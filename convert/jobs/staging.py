@@ -188,7 +188,7 @@ class Staging:
             with writing(self.root):
                 self._take_lock()
             self.close()
-        check_free(self.standing, overwrite=overwrite or self._was_published(found, resume))
+        self._check_free(self.standing, overwrite or self._was_published(found, resume))
         self._keep_unfinished(overwrite=overwrite, resume=resume)
 
     def put_back(self) -> None:
@@ -220,7 +220,7 @@ class Staging:
                 self.root.mkdir(parents=True, exist_ok=True)
                 self._take_lock()
                 self._recover()
-            check_free(self.named, overwrite=overwrite or self._was_published(found, resume))
+            self._check_free(self.named, overwrite or self._was_published(found, resume))
             self._keep_unfinished(overwrite=overwrite, resume=resume)
         except OutputError as err:
             if not found and err.code != "locked":
@@ -231,6 +231,9 @@ class Staging:
                 self._empty()
             self.out.mkdir(exist_ok=True)
         return found and resume and self.journal.is_file()
+
+    def _check_free(self, out: Path, overwrite: bool) -> None:
+        check_free(out, overwrite=overwrite, unfinished=self.unfinished)
 
     def _was_published(self, found: bool, resume: bool) -> bool:
         """Claim: the run that is resumed had renamed its result to OUT when it ended."""
@@ -245,7 +248,7 @@ class Staging:
                 where=str(self.root),
                 expected="`--resume`, which goes on with it, or `--overwrite`, which deletes it",
                 found="neither",
-                hint="the same command with `--resume`",
+                hint="the command that began it, with `--resume`",
             )
 
     def _refuse_foreign(self) -> None:
@@ -365,8 +368,11 @@ class Staging:
             self._lock = None
 
 
-def check_free(out: Path, *, overwrite: bool) -> None:
-    """Raise OutputError unless OUT is new, an empty folder, or may be replaced."""
+def check_free(out: Path, *, overwrite: bool, unfinished: bool = False) -> None:
+    """Raise OutputError unless OUT is new, an empty folder, or may be replaced.
+
+    unfinished  work that is to replace OUT is there, which ``--overwrite`` alone would delete
+    """
     if out.is_symlink() and not out.exists():
         hint = "remove the link, or choose another OUT"
         raise OutputError("OUT is a link to nothing", code="output-exists", where=str(out), hint=hint)
@@ -399,13 +405,19 @@ def check_free(out: Path, *, overwrite: bool) -> None:
             hint="remove it yourself, or choose another folder",
         )
     if names and not overwrite:
+        hint = "choose another folder, or replace this one with `--overwrite`"
+        if unfinished:
+            hint = (
+                "`--resume --overwrite` with the command that began the unfinished run goes on with it and "
+                "replaces OUT; `--overwrite` alone deletes its work"
+            )
         raise OutputError(
             "OUT is not empty",
             code="output-exists",
             where=str(out),
             expected="a new or an empty folder",
             found="a folder with content",
-            hint="choose another folder, or replace this one with `--overwrite`",
+            hint=hint,
         )
 
 

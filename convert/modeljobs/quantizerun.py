@@ -106,7 +106,12 @@ class QuantizeRun:
             self._measured = self._found({item.op for item in kept}, earlier.measured)
             if self._measured is None:  # what was made with other values is no part of this run
                 copied = [item for item in kept if self.plan.ops[item.op].kind == "copy"]
-                kept = [item for item in copied if self.plan.ops[item.op].source not in self.prepared.guides]
+                left = [item for item in copied if self.plan.ops[item.op].source not in self.prepared.guides]
+                if len(left) < len(kept):
+                    text = "redone: clip ratios and guides of keys are not as the earlier run measured them"
+                    self.reporter.event("note", text=text)
+                kept = left
+        self.running.tell_kept(earlier, len(kept), self.plan)
         for item in kept:
             self._complete(item)
 

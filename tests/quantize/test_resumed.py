@@ -133,3 +133,78 @@ def test_what_a_crash_behind_the_rename_left_is_removed(source: Path, out: Path,
         if over:
             break
     assert seen == {"out.w4pack-staging", "out.w4pack-old"}
+
+
+# ---- lines of the journal ---------------------------------------------------------------------------------
+
+
+def bent(line: str, **changed: Any) -> str:
+    return json.dumps({**json.loads(line), **changed}, separators=(",", ":"))
+
+
+BENT: dict[str, Callable[[str], str]] = {
+    "hashes null": lambda line: bent(line, hashes=None),
+    "hashes list": lambda line: bent(line, hashes=list(json.loads(line)["hashes"])),
+    "report null": lambda line: bent(line, report=None),
+    "report of text": lambda line: bent(line, report={"error": "x"}),
+    "op bool": lambda line: bent(line, op=True),
+    "another number": lambda line: bent(line, report={"error": 0.5}),
+    "no object": lambda line: "[5]",
+    "deep": lambda line: "[" * 100_000,
+    "not text": lambda line: "\0" * 300,
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run leaves that died behind its last layer."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    step_with_work(llama, out)
+    return Path(f"{out}.w4pack-staging")
+
+
+@pytest.fixture
+def log(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "new.w4pack-staging")) / "journal.jsonl"
+
+
+@pytest.mark.parametrize("change", BENT.values(), ids=BENT)
+def test_a_line_that_is_not_as_it_was_written_is_lost_work(
+    change: Callable[[str], str], log: Path, llama: Path, made: Path, tmp_path: Path
+) -> None:
+    lines = log.read_text().splitlines()
+    lines[2] = change(lines[2])
+    log.write_text("".join(f"{line}\n" for line in lines))
+    notes = [e.get("text") for e in resumed(llama, tmp_path / "new").expect(0).events]
+    assert "lines that are not as they were written: 1" in str(notes)
+    assert f"resumed: {len(lines) - 2} of " in str(notes)  # neither the first line nor that one
+    assert tree(tmp_path / "new") == tree(made)
+
+
+@pytest.mark.parametrize("files", [None, 5, [5], [[]], [[1]], {}], ids=str)
+def test_a_first_line_of_another_shape_is_another_source(
+    files: Any, log: Path, llama: Path, tmp_path: Path
+) -> None:
+    first, _, others = log.read_text().partition("\n")
+    log.write_text(f"{bent(first, files=files)}\n{others}")
+    assert resumed(llama, tmp_path / "new").expect(3).error["code"] == "resume-differs"
+
+
+@pytest.mark.parametrize("first", ["[]", "x", "[" * 100_000], ids=["list", "text", "deep"])
+def test_a_journal_of_nobody_knows_which_job_is_refused(
+    first: str, log: Path, llama: Path, tmp_path: Path
+) -> None:
+    log.write_text(first + "\n" + log.read_text().partition("\n")[2])
+    before = log.read_bytes()
+    assert resumed(llama, tmp_path / "new").expect(1, "--overwrite").error["code"] == "journal"
+    assert log.read_bytes() == before
+
+
+def test_the_hint_of_an_interrupted_overwrite_keeps_its_work(
+    log: Path, llama: Path, out: Path, made: Path, tmp_path: Path
+) -> None:
+    log.parent.rename(f"{out}.w4pack-staging")
+    hint = resumed(llama, out).expect(1).error["hint"]
+    assert "`--resume --overwrite`" in hint and "`--overwrite` alone deletes" in hint
+    assert "resumed: " in resumed(llama, out, "--overwrite").expect(0).out
+    assert tree(out) == tree(made)
