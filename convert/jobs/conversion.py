@@ -10,7 +10,7 @@ from w4pack.convert.events import Reporter, warning_fields
 from w4pack.convert.jobs import manifest, sidefiles
 from w4pack.convert.jobs.complete import finished_before
 from w4pack.convert.jobs.identity import manifest_of, refuse_damaged_source, source_files
-from w4pack.convert.jobs.places import check_place, check_resumed, settle_place
+from w4pack.convert.jobs.places import check_place, check_resumed, settle_place, tell_discarded
 from w4pack.convert.jobs.recipe import ConvertRecipe
 from w4pack.convert.jobs.running import CardMaker, OnPlan, Report, Running
 from w4pack.convert.jobs.staged import run_plan
@@ -33,6 +33,7 @@ def plan_conversion(
         source, options, origin, source_files(source.checkpoint, strict=running.strict)
     )
     check_resumed(out, plan, running)
+    tell_discarded(out, running)
     return plan, warnings
 
 

@@ -273,8 +273,8 @@ def _first_difference(found: Any, wanted: Any, where: str) -> tuple[str, str, st
     old, new = ({str(row[0]): row[1:] for row in side} for side in (rows, wanted))
     for name in (*new, *old):
         if name not in old or name not in new:
-            sides = ("the file" if name in side else "no such file" for side in (old, new))
-            return (name, *sides)
+            was, is_now = ("the file" if name in side else "no such file" for side in (old, new))
+            return name, was, is_now
         for label, a, b in zip(("size", "digest", "sha256"), old[name], new[name], strict=False):
             if a != b:
                 return name, f"{label} {a}", f"{label} {b}"

@@ -60,6 +60,13 @@ def check_resumed(out: Path, plan: Plan, running: Running) -> None:
             journal.read(staging.journal, plan)
 
 
+def tell_discarded(out: Path, running: Running) -> None:
+    """Say that ``--overwrite`` deletes the work of an unfinished run, before anything is deleted."""
+    if running.overwrite and not running.resume and Staging(out).unfinished:
+        text = "the unfinished run of this output is discarded; `--resume` would go on with it"
+        running.reporter.event("note", text=text)
+
+
 def check_disk(plan: Plan, staging: Staging) -> None:
     """Raise OutputError if the file system cannot hold the output."""
     place = existing_parent(staging.root)

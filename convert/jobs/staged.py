@@ -70,9 +70,6 @@ def _staged(
     staging = Staging(out)
     check_disk(plan, staging)
     try:
-        if running.overwrite and not running.resume and staging.unfinished:
-            text = "the unfinished run of this output is discarded; `--resume` would go on with it"
-            running.reporter.event("note", text=text)
         resume = staging.prepare(overwrite=running.overwrite, resume=running.resume)
         with ExitStack() as stack:
             files, log, earlier = _opened(stack, staging, plan, resume=resume)

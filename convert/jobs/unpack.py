@@ -26,6 +26,7 @@ from w4pack.convert.jobs.codes import CodeMap, CodeReader, blocks
 from w4pack.convert.jobs.identity import source_files
 from w4pack.convert.jobs.layerjob import column_map, source_params, stored_place
 from w4pack.convert.jobs.outfiles import OutFiles
+from w4pack.convert.jobs.places import tell_discarded
 from w4pack.convert.jobs.rebuild import (
     LayerRecord,
     inverse,
@@ -224,6 +225,7 @@ def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: 
         )
         prove(records, recipe, folder, written.hashes)
 
+    tell_discarded(out, running)
     run_plan(plan, recipe, out, running, write_rest)
     return len(plan.tensors)
 

@@ -12,7 +12,7 @@ from w4pack.convert.jobs.conversion import tell_values
 from w4pack.convert.jobs.identity import source_files
 from w4pack.convert.jobs.journal import Earlier, Finished, Journal
 from w4pack.convert.jobs.outfiles import OutFiles
-from w4pack.convert.jobs.places import check_place, check_resumed, settle_place
+from w4pack.convert.jobs.places import check_place, check_resumed, settle_place, tell_discarded
 from w4pack.convert.jobs.running import OnPlan, Report, Running
 from w4pack.convert.jobs.staged import run_staged
 from w4pack.convert.modeljobs.gate import check_rotation
@@ -51,6 +51,7 @@ def plan_quantized(
         running.reporter.event("note", text=f"--bpw: {line}")
     plan, warnings = planned(prepared, running)
     check_resumed(out, plan, running)
+    tell_discarded(out, running)
     return plan, warnings, facts_of(source.config, plan), source
 
 

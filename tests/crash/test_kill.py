@@ -339,8 +339,9 @@ def test_an_unfinished_run_is_discarded_on_request_and_that_is_said_before(
         tell(self, kind, **fields)
 
     monkeypatch.setattr(JsonLines, "event", event)
+    convert(source, out, "marlin", *SHARDS, "--overwrite", "--dry-run").expect(0, "discarded", "--resume")
     convert(source, out, "marlin", *SHARDS, "--overwrite").expect(0, "discarded", "--resume")
-    assert len(said) == 1 and said[0] > 1  # its work was still there
+    assert len(said) == 2 and min(said) > 1  # its work was still there
     assert tree(out) == want["marlin"]
     assert not list(tmp_path.glob("out.w4pack*"))
     assert "discarded" not in run("convert", source, out, "--overwrite", *SHARDS).expect(0).err
