@@ -22,6 +22,7 @@ HADAMARD_SITES = ("residual_read", "qk", "attn_out", "mlp_mid")
 ACT_SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
 HEAD_SIZES = (64, 80, 96, 128, 256)  # of the quantized cache's kernels
 UNIT = 8  # values that the kernels of transforms and quantizers read at once: widths are multiples of it
+CHANGED = "the artifact was changed, or is another model's: make it again from its source"  # a hint
 CLIP_KEYS = tuple(map(str, RUN_CODES))
 KEYS = {
     "hadamard": ("kind", "site", "order", "factors", "block", "signs"),
@@ -141,7 +142,7 @@ def misfit(site: str, expected: object, found: object) -> Refused:
         where=f"quantization_config.online: {site}",
         expected=str(expected),
         found=str(found),
-        hint="the artifact was changed, or is another model's: make it again from its source",
+        hint=CHANGED,
     )
 
 

@@ -8,6 +8,7 @@ from w4pack.convert.errors import SourceError
 from w4pack.convert.files.store import Store
 
 MANIFEST = "w4pack.json"
+HEAD_BYTES = 1 << 18  # what may name many layers lies before the large tables
 LIMIT = 512 << 20  # bytes; the manifest of a 70B model with folded orders has a few MB
 
 
@@ -37,6 +38,36 @@ def of_tensors(folder: str, manifest: Mapping[str, Any], key: str, *, in_all: bo
         return {str(name): str(entry[key]) for name, entry in tensors.items() if in_all or key in entry}
     except (KeyError, TypeError, AttributeError) as err:
         raise _unreadable(f"{folder}/{MANIFEST}", err) from err
+
+
+def manifest_head(store: Store) -> dict[str, Any]:
+    """Return the first members of an output's manifest; none where there is none that can be read.
+
+    Options, report and rotation stand before its tables, so of a far manifest of megabytes no more is read.
+    """
+    if MANIFEST not in store.files():
+        return {}
+    blob = store.blob(MANIFEST)
+    head = bytearray(min(blob.size, HEAD_BYTES))
+    blob.read_into(0, memoryview(head))
+    return _members(head.decode("utf-8", "replace"))
+
+
+def _members(text: str) -> dict[str, Any]:
+    """Return the members of the JSON object that a text begins with, as far as they are whole."""
+    found: dict[str, Any] = {}
+    decoder, mark, rest = json.JSONDecoder(), *text.lstrip().partition("{")[1:]
+    while mark in ("{", ","):
+        try:
+            key, end = decoder.raw_decode(rest.lstrip())
+            rest = rest.lstrip()[end:].partition(":")[2].lstrip()
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            break
+        found[str(key)] = value
+        rest = rest[end:].lstrip()
+        mark, rest = rest[:1], rest[1:]
+    return found
 
 
 def _unreadable(where: str, err: Exception) -> SourceError:

@@ -3,7 +3,6 @@
 Names and widths are enough: nothing but headers is read, and the beginning of the manifest.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from w4pack.convert.core.facts import DenseFacts, ModelFacts, Warning_
 from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.dialects.online import (
+    CHANGED,
     HEAD_SIZES,
     UNIT,
     Online,
@@ -20,8 +20,7 @@ from w4pack.convert.dialects.online import (
 )
 from w4pack.convert.dialects.recorded import changed
 from w4pack.convert.errors import Refused, W4PackError
-from w4pack.convert.files.checkpoint import Checkpoint
-from w4pack.convert.files.described import MANIFEST
+from w4pack.convert.files.described import manifest_head
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.rotate import orders
 from w4pack.convert.rotate.accounting import Layer, layers_of
@@ -103,7 +102,6 @@ def refuse_architecture(architecture: Architecture) -> None:
         )
 
 
-HEAD_BYTES = 1 << 18  # of a manifest: what may name many layers lies before its large tables
 TRANSFORM_OF = {
     "attn_in": "residual_read",
     "mlp_in": "residual_read",
@@ -130,9 +128,14 @@ def place(
 
     Raises Refused for a class without description or runtime, SourceError for modules that are missing.
     """
-    architecture = find(config)
+    try:
+        architecture = find(config)
+        layers = layers_of(architecture, config, tensors)
+    except W4PackError as err:  # it had its place when the records were made
+        for problem in (err, *err.problems):
+            problem.hint = CHANGED
+        raise
     refuse_architecture(architecture)
-    layers = layers_of(architecture, config, tensors)
     heads = config.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
         raise misfit("attn_out", "a number of heads in config.json: num_attention_heads", heads)
@@ -251,44 +254,13 @@ def unlike_written(source: Source) -> Iterator[W4PackError]:
     if source.claims is not None and source.claims.refusals:
         return
     records, label = records_of(source), source.checkpoint.label
-    problems = tuple(changed(records, manifest_head(source.checkpoint), label))
+    problems = tuple(changed(records, manifest_head(source.checkpoint.store), label))
     yield from problems
     if problems or records or not any(layer.layout == "marlin" for layer in source.layers):
         return
     stray = next((name for name in source.checkpoint.tensors if name.endswith(f".{GUIDE}")), None)
     if stray is not None:
         yield misfit("kv_quant", f"a record, as there is {stray}", "none")
-
-
-def manifest_head(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the first members of an artifact's manifest; none where there is none that can be read.
-
-    Options, report and rotation stand before its tables, so of a far manifest of megabytes no more is read.
-    """
-    if MANIFEST not in checkpoint.store.files():
-        return {}
-    blob = checkpoint.store.blob(MANIFEST)
-    head = bytearray(min(blob.size, HEAD_BYTES))
-    blob.read_into(0, memoryview(head))
-    return _members(head.decode("utf-8", "replace"))
-
-
-def _members(text: str) -> dict[str, Any]:
-    """Return the members of the JSON object that a text begins with, as far as they are whole."""
-    found: dict[str, Any] = {}
-    decoder, mark, rest = json.JSONDecoder(), *text.lstrip().partition("{")[1:]
-    while mark in ("{", ","):
-        try:
-            key, end = decoder.raw_decode(rest.lstrip())
-            _, _, rest = rest.lstrip()[end:].partition(":")
-            rest = rest.lstrip()
-            value, end = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
-            break
-        found[str(key)] = value
-        rest = rest[end:].lstrip()
-        mark, rest = rest[:1], rest[1:]
-    return found
 
 
 def planned_problems(facts: ModelFacts) -> tuple[W4PackError, ...]:
@@ -301,6 +273,17 @@ def planned_problems(facts: ModelFacts) -> tuple[W4PackError, ...]:
     tensors: dict[str, TensorInfo | DenseFacts | None] = {t.name: t for t in facts.dense}
     tensors |= {f"{layer.name}.weight": None for layer in facts.layers}
     return _problems(records, facts.config, tensors, linears)
+
+
+def misplaced(source: Source) -> tuple[W4PackError, ...]:
+    """Return what would let the records of an artifact compute another model, whatever bits are chosen."""
+    records = records_of(source)
+    if not records:
+        return ()
+    try:
+        return tuple(misfits(records, place(source.config, source.checkpoint.tensors, _linears(source))))
+    except W4PackError as err:
+        return err.problems or (err,)
 
 
 def _problems(

@@ -83,8 +83,6 @@ def test_a_manifest_that_tells_nothing_is_no_bug(content: str, copy: Path, book:
 
 def test_a_stray_guide_is_told(copy: Path, book: Path) -> None:
     edit(copy, lambda q: [record.pop("guide", None) for record in q["online"]])
-    assert measured(copy, book).expect(4).error["code"] == "artifact-online-changed"
-    (copy / "w4pack.json").unlink()
     assert GUIDE in measured(copy, book).expect(3).error["expected"]
     assert GUIDE in checked(copy)
 
@@ -239,3 +237,17 @@ def test_guides_of_another_dtype_are_told_each_by_its_name(copy: Path, book: Pat
     assert [p["found"] for p in error["problems"]] == ["I32", "I32"]
     assert all(p["where"].endswith(f".{n}.self_attn.k_guide") for n, p in enumerate(error["problems"]))
     assert f"{GUIDE} F32" in checked(copy)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("architectures", None), ("num_attention_heads", 0), ("num_hidden_layers", 1)]
+)
+def test_a_config_of_another_model_is_told_with_a_way_on(
+    key: str, value: Any, rotated: Path, tmp_path: Path, book: Path
+) -> None:
+    copy = Path(shutil.copytree(rotated, tmp_path / "copy"))
+    path = copy / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    done = measured(copy, book)
+    assert done.code in (1, 3) and "make it again from its source" in done.error["hint"]
+    assert done.error["code"] != "no-tokenizer" and "make it again from its source" in checked(copy)
