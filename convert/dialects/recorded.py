@@ -20,7 +20,10 @@ FINGERPRINT = "online"  # in the manifest's object ``quantization``
 
 
 def fingerprint(records: Online) -> str:
-    """Return the sha256 of records by what they say, however their JSON is written (1 or 1.0)."""
+    """Return the sha256 of records by what they say, however their JSON is written (1 or 1.0).
+
+    Artifacts hold it: a later version must come to the same of records that it knew before.
+    """
     return hashlib.sha256(json.dumps(asdict(records), sort_keys=True).encode()).hexdigest()
 
 

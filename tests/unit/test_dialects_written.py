@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.dialects import ModuleClaim, TargetModel, awq, compressed_tensors, gptq, w4pack
+from w4pack.convert.dialects import ModuleClaim, TargetModel, awq, compressed_tensors, gptq, recorded, w4pack
+from w4pack.convert.dialects.online import parse
 
 DOWN = "model.layers.0.mlp.down_proj"
 
@@ -338,6 +339,14 @@ def test_known_records_are_told_to_those_who_run_nothing() -> None:
     assert w4pack.claims(block).refusals == ()
     assert w4pack.run_time(block) == (("online.0", "hadamard: runs in w4pack's own loader only"),)
     assert w4pack.run_time(artifact()) == ()
+
+
+def test_the_digest_of_records_stays_what_artifacts_hold() -> None:
+    act = {"kind": "act_quant", "site": "attn_in", "bits": 4, "clip": {"4": 0.9, "8": 1}, "symmetric": True}
+    sides = {"bits": {"k": 4, "v": 4}, "clip": {"k": {"4": 1.0}, "v": {"4": 0.95}}}
+    r3 = {**R4, "site": "qk", "order": 64, "factors": [[64, "sylvester"]], "block": 64}
+    found = recorded.fingerprint(parse([r3, act, {"kind": "kv_quant", **sides, "group": 64}]))
+    assert found == "63d97cc54bc6a8627eddb8da1c7faf420747a68ce1a111aa90cbc6ca370d9d16"
 
 
 def changed(block: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
