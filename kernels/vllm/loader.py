@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import download_weights_from_
 
 from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.files.checkpoint import CONFIG
+from w4pack.convert.files.described import MANIFEST
 from w4pack.kernels import hashes, transfer
 from w4pack.kernels.vllm import completeness, source
 from w4pack.kernels.vllm.config import W4PackConfig
@@ -147,7 +148,7 @@ class W4PackModelLoader(DefaultModelLoader):
                 hint=f"vllm serve {name} --load-format auto",
             ) from err
         if not source.is_folder(name):
-            for file in (CONFIG, hashes.MANIFEST):
+            for file in (CONFIG, MANIFEST):
                 if not (Path(folder) / file).is_file():
                     path = file if subfolder is None else f"{subfolder}/{file}"
                     download_weights_from_hf(name, self.load_config.download_dir, [path], revision)
