@@ -12,11 +12,11 @@ from typing import Any
 
 from w4pack.convert.errors import HubError, name_some
 from w4pack.convert.events import Quiet, Reporter, size_text
+from w4pack.convert.files.described import MANIFEST
 from w4pack.convert.hub.access import Access, Asking, preflight
 from w4pack.convert.hub.client import STEADY, Patience, is_no_xet, persist, session_tools, status_of
 from w4pack.convert.hub.outfolder import CARD, CONFIG, LocalFile, list_output, prove
 
-MANIFEST = "w4pack.json"
 COMMITS = 50  # groups of weights at most; a commit is also the Hub's memory of what has arrived
 # The client repeats single requests of an upload itself (5 times); this is on top of it.
 UPLOAD = Patience(tries=3, total_s=120.0)

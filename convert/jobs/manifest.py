@@ -12,14 +12,14 @@ from typing import Any
 
 from w4pack.convert.errors import SourceError
 from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.described import LIMIT, MANIFEST
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.plan import FORMAT_VERSION, Plan
 from w4pack.convert.planning.record import to_plain
 from w4pack.convert.source.detect import Source
 from w4pack.convert.source.layers import SourceLayer
 
-NAME = "w4pack.json"
-LIMIT = 512 << 20  # bytes; the manifest of a 70B model with folded orders has a few MB
+NAME = MANIFEST
 TARGETS_WITH_RECORDS = ("marlin",)
 
 
