@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any
 
 from w4pack.convert import questions
-from w4pack.convert.console import Given, print_json, question_reporter, say, where_of
+from w4pack.convert.console import Given, print_json, question_reporter, warn, where_of
 from w4pack.convert.events import SCHEMA, size_text
 from w4pack.convert.source.describe import text as described
 
@@ -19,8 +19,8 @@ def run_inspect(given: Given) -> None:
         print_json(value)
     elif not given["quiet"]:
         print(described(value), flush=True)
-        say(*(f"warning: {w['text']}" for w in value["warnings"]))
-        say(*(f"warning: not convertible as it is: {p['what']} ({p['where']})" for p in value["problems"]))
+        warn(value["warnings"])
+        warn({"text": f"not convertible as it is: {p['what']} ({p['where']})"} for p in value["problems"])
 
 
 def run_check(given: Given) -> bool:
@@ -39,7 +39,7 @@ def run_check(given: Given) -> bool:
         print_json(answers[0] if len(answers) == 1 else _together(answers, ok=ok))
     elif not given["quiet"]:
         print("\n".join(_check_text(answers)), flush=True)
-        say(*(f"warning: {text}" for text in answers[0]["warnings"]))
+        warn(answers[0]["warnings"])
     return ok
 
 

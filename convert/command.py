@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from w4pack.convert import api, formats
-from w4pack.convert.console import Given, print_json, question_reporter, reporter_of, say, where_of
+from w4pack.convert.console import Given, print_json, question_reporter, reporter_of, say, warn, where_of
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.events import (
@@ -226,7 +226,7 @@ def _print_plan(
         text(event, plan, out, verbose=given["verbose"]), file=sys.stdout if dry else sys.stderr, flush=True
     )
     if dry:
-        say(*(f"warning: {w['text']}" for w in event["warnings"]))
+        warn(event["warnings"])
 
 
 def _tell_done(given: Given, report: Report) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from w4pack.convert.events import Human, JsonLines, Quiet, Reporter
@@ -15,6 +15,11 @@ def say(*lines: str) -> None:
     """Print lines on stderr."""
     for line in lines:
         print(line, file=sys.stderr)
+
+
+def warn(warnings: Iterable[Given]) -> None:
+    """Print the warnings of an answer on stderr; ``Human`` prints those of a job as they come."""
+    say(*(f"warning: {warning['text']}" for warning in warnings))
 
 
 def print_json(value: Any) -> None:

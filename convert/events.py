@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 SCHEMA = 1
@@ -42,6 +42,31 @@ class Quiet:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+class Told:
+    """Hands every event on, and keeps the warnings for the answer to a question: its JSON carries them.
+
+    warnings  fields of each, in the order they came, after those that were ``known`` before
+    """
+
+    def __init__(self, reporter: Reporter, known: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._reporter = reporter
+        self.warnings = [*known]
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Hand the event on."""
+        if kind == "warning":
+            self.warnings.append(fields)
+        self._reporter.event(kind, **fields)
+
+    def progress(self, done: int, total: int, layer: str) -> None:
+        """Hand the progress on."""
+        self._reporter.progress(done, total, layer)
+
+    def close(self) -> None:
+        """End the display."""
+        self._reporter.close()
 
 
 class JsonLines:

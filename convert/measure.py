@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from w4pack.convert.console import Given, print_json, question_reporter, where_of
-from w4pack.convert.events import SCHEMA, Quiet, Reporter, warning_fields
+from w4pack.convert.events import SCHEMA, Quiet, Reporter, Told, warning_fields
 from w4pack.convert.jobs.running import Running, check_device
 from w4pack.convert.opening import Where, opened
 from w4pack.convert.quantize.texts import Texts
@@ -84,7 +84,7 @@ def evaluate(
     from w4pack.convert.modeljobs.prepared import device_of
     from w4pack.convert.quantize.calibration import too_long
 
-    place, told, target = where or Where(), reporter or Quiet(), device_of(device)
+    place, told, target = where or Where(), Told(reporter or Quiet()), device_of(device)
     with threads(Running(threads=workers).workers), opened(path, place, told) as (checkpoint, _):
         source = scoring.read_model(checkpoint)
         cut = scoring.windows_of(source, str(text), windows, seqlen)
@@ -102,8 +102,8 @@ def evaluate(
     value |= {"act_bits": between.act_bits, "kv_bits": between.kv_bits, "calibration_overlap": shared}
     value |= {"against": None if against is None else str(against), **_lost(found)}
     if shared > OVERLAP:
-        told.event("warning", code="calibration-overlap", where=value["text"], text=_overlap_text(shared))
-    return value
+        told.event("warning", **_overlap(value["text"], shared))
+    return value | {"warnings": told.warnings}
 
 
 def _text(name: str, cut: "torch.Tensor") -> dict[str, Any]:
@@ -128,11 +128,16 @@ def _lost(found: "Found") -> dict[str, Any]:
     return {"perplexity_against": theirs.perplexity, **nats, **apart.summary()}
 
 
-def _overlap_text(share: float) -> str:
-    return (
-        f"{share:.0%} of the text that this model was calibrated with occurs in the measured text: "
-        "the figures are better than on other text"
-    )
+def _overlap(text: str, share: float) -> dict[str, str]:
+    """Return the warning that a model knows a text from its calibration."""
+    return {
+        "code": "calibration-overlap",
+        "where": text,
+        "expected": f"at most {OVERLAP:.0%} of the calibration text",
+        "found": f"{share:.0%}",
+        "text": f"{share:.0%} of the text that this model was calibrated with occurs in the measured text: "
+        "the figures are better than on other text",
+    }
 
 
 def _digest(cut: "torch.Tensor") -> str:

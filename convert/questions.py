@@ -7,7 +7,7 @@ from typing import Any
 
 from w4pack.convert.engines import rules
 from w4pack.convert.errors import EXIT_FAILED, Refused, UsageError
-from w4pack.convert.events import Quiet, Reporter
+from w4pack.convert.events import Quiet, Reporter, warning_fields
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.opening import Where, glimpsed
@@ -82,7 +82,7 @@ def check(
                 "evidence": facts.evidence,
                 "bytes_read": facts.bytes_read,
                 "results": [asdict(r) for r in results],
-                "warnings": [w.text() for w in facts.warnings],
+                "warnings": [dict(warning_fields(w)) for w in facts.warnings],
                 "suggestion": None if ok else _pasted(rules.suggest(results, facts), label),
             }
         )

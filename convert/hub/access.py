@@ -87,11 +87,15 @@ class Asking:
     def __call__(self, call: Callable[[], T], patience: Patience | None = None) -> T:
         """Run one call of the client."""
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the card's warnings come from `check_card`
-                return persist(call, patience or self.patience)
+            return self.persist(call, patience or self.patience)
         except Exception as err:
             raise self.said(err) from err
+
+    def persist(self, call: Callable[[], T], patience: Patience) -> T:
+        """Run one call of the client, whose errors stay as they are."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the card's warnings come from `check_card`
+            return persist(call, patience)
 
     def said(self, err: Exception) -> HubError:
         """Return our error for the client's, without the token."""

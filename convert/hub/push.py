@@ -14,7 +14,7 @@ from w4pack.convert.errors import HubError, name_some
 from w4pack.convert.events import Quiet, Reporter, size_text
 from w4pack.convert.files.described import MANIFEST
 from w4pack.convert.hub.access import Access, Asking, preflight
-from w4pack.convert.hub.client import STEADY, Patience, is_no_xet, persist, session_tools, status_of
+from w4pack.convert.hub.client import STEADY, Patience, is_no_xet, session_tools, status_of
 from w4pack.convert.hub.outfolder import CARD, CONFIG, LocalFile, list_output, prove
 
 COMMITS = 50  # groups of weights at most; a commit is also the Hub's memory of what has arrived
@@ -87,11 +87,14 @@ def push(
     files = list_output(Path(out))
     if not bars:
         session_tools().disable_progress_bars()
+    tell = reporter or Quiet()
     if access is None:
         access = preflight(repo_id, token, private, _card_text(files))
+    for text in access.notes:
+        tell.event("warning", code="card", where=f"{repo_id}: {CARD}", expected=None, found=None, text=text)
     if verify and any(f.name == MANIFEST for f in files) and prove(Path(out)):
         files = list_output(Path(out))
-    return Pusher(Asking(access.repo_id, token, STEADY), files, reporter or Quiet()).run()
+    return Pusher(Asking(access.repo_id, token, STEADY), files, tell).run()
 
 
 def _card_text(files: Iterable[LocalFile]) -> str | None:
@@ -189,7 +192,7 @@ class Pusher:
         """Commit on the head that was last seen; if it has moved, look again and try once more."""
         for last in (False, True):
             try:
-                persist(Attempt(self, step), STEADY)
+                self.ask.persist(Attempt(self, step), STEADY)
             except Exception as err:
                 if status_of(err) != 412:
                     raise self.ask.said(err) from err

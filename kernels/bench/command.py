@@ -6,7 +6,7 @@ Imports nothing heavy when loaded, so that a missing extra is said in words.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from w4pack.convert.console import Given, print_json, say
+from w4pack.convert.console import Given, print_json, question_reporter
 from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.errors import UsageError, W4PackError, require_extra
 from w4pack.convert.events import SCHEMA
@@ -176,8 +176,9 @@ def _give_back(device: "torch.device") -> None:
 
 
 def _note_experts(given: Given, shapes: "list[Shape]") -> None:
-    if any(shape.experts for shape in shapes) and not given["quiet"]:
-        say("note: experts are timed one by one; a model multiplies those of a layer in one grouped product")
+    if any(shape.experts for shape in shapes):
+        text = "experts are timed one by one; a model multiplies those of a layer in one grouped product"
+        question_reporter(given).event("note", text=text)
 
 
 # ---- telling ---------------------------------------------------------------------------------------

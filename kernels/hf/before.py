@@ -8,8 +8,9 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
-from w4pack.convert.console import Given, question_reporter, where_of
+from w4pack.convert.console import Given, where_of
 from w4pack.convert.errors import HubError, SourceError, UsageError
+from w4pack.convert.events import Reporter
 from w4pack.convert.files.jsonfile import read_object
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.sidefiles import TOKENIZERS, has_tokenizer
@@ -22,8 +23,8 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templ
 DRIVER = "libcuda.so.1"
 
 
-def check_options(given: Given) -> tuple[str, ...]:
-    """Look at the options alone. Returns what has no effect, in words.
+def check_options(given: Given) -> tuple[dict[str, str], ...]:
+    """Look at the options alone. Returns a warning for each that has no effect.
 
     Raises:
         UsageError: options that exclude each other, or a device that is not there.
@@ -40,10 +41,20 @@ def check_options(given: Given) -> tuple[str, ...]:
         _check_driver(given["device"])
     drawn = {"--top-p": given["top_p"] < 1, "--seed": given["seed"] != 0}
     idle = [option for option, asked in drawn.items() if asked and given["temperature"] == 0]
-    return tuple(f"{option} has no effect without --temperature: nothing is drawn" for option in idle)
+    return tuple(_idle(option) for option in idle)
 
 
-def folder_of(given: Given) -> Path:
+def _idle(option: str) -> dict[str, str]:
+    return {
+        "code": "no-effect",
+        "where": option,
+        "expected": "--temperature above 0",
+        "found": "0; the option changed nothing",
+        "text": f"{option} has no effect without --temperature: nothing is drawn",
+    }
+
+
+def folder_of(given: Given, tell: Reporter) -> Path:
     """Return the folder of the artifact, a repository of the Hub downloaded first if it is one.
 
     Raises:
@@ -54,7 +65,7 @@ def folder_of(given: Given) -> Path:
     found = parse_source(given["path"], where.revision)
     if not isinstance(found, HubSource):
         return found.path
-    question_reporter(given).event("note", text=found.notice)
+    tell.event("note", text=found.notice)
     if not where.local_files_only:
         _glimpse(found)
     return snapshot(found, cache_dir=where.cache_dir, local_files_only=where.local_files_only)

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from w4pack.convert.console import Given, print_json
+from w4pack.convert.console import Given, print_json, question_reporter
 from w4pack.convert.errors import UsageError, W4PackError, require_extra, require_installed
-from w4pack.convert.events import SCHEMA
+from w4pack.convert.events import SCHEMA, Told
 from w4pack.kernels.hf import before
-from w4pack.kernels.hf.speaker import Speaker, note, open_speaker
+from w4pack.kernels.hf.speaker import Speaker, open_speaker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,13 +33,14 @@ def run_generate(given: Given) -> None:
     """
     require_installed(*NEEDS)
     idle = before.check_options(given)
-    folder = before.folder_of(given)
+    tell = Told(question_reporter(given))
+    folder = before.folder_of(given, tell)
     before.check(folder, given)
     prompts = [_prompt(text) for text in given["prompts"]]
     require_extra(*NEEDS)
-    for text in idle:
-        note(given, f"warning: {text}")
-    speaker = open_speaker(folder, given)
+    for warning in idle:
+        tell.event("warning", **warning)
+    speaker = open_speaker(folder, given, tell)
     for number, prompt in enumerate(prompts):
         if number and not given["as_json"]:
             print()
@@ -72,6 +73,7 @@ def _answer(speaker: Speaker, prompt: str) -> None:
     from w4pack.kernels.hf.streams import Stream
 
     given = speaker.given
+    tell = Told(question_reporter(given), speaker.warnings)
     ids = _tokens(speaker, prompt)
     stream = Stream(speaker.tokenizer, None if given["as_json"] else sys.stdout)
     try:
@@ -79,12 +81,13 @@ def _answer(speaker: Speaker, prompt: str) -> None:
     finally:
         stream.line_end()
     reason = _finish_reason(speaker, ids.shape[1], stream)
+    if reason == LENGTH:
+        tell.event("note", text=f"the answer is cut at --max-new-tokens {given['max_new_tokens']}")
+    elif reason == CONTEXT:
+        tell.event("warning", **_full(speaker))
     if given["as_json"]:
-        print_json(_record(speaker, prompt, ids, stream, reason))
-        return
-    if reason != STOP:
-        note(given, _cut(speaker, reason))
-    note(given, _figures(speaker, stream))
+        print_json(_record(speaker, prompt, ids, stream, reason) | {"warnings": tell.warnings})
+    tell.event("note", text=_figures(speaker, stream))
 
 
 def _tokens(speaker: Speaker, prompt: str) -> "Tensor":
@@ -179,11 +182,16 @@ def _finish_reason(speaker: Speaker, prompt_tokens: int, stream: "Stream") -> st
     return LENGTH if stream.count >= speaker.given["max_new_tokens"] else CONTEXT
 
 
-def _cut(speaker: Speaker, reason: str) -> str:
-    """Return what is told of an answer that did not end by itself."""
-    if reason == LENGTH:
-        return f"the answer is cut at --max-new-tokens {speaker.given['max_new_tokens']}"
-    return f"warning: the answer is cut: the model's context of {_context(speaker)} tokens is full"
+def _full(speaker: Speaker) -> dict[str, str]:
+    """Return the warning that an answer ended where the context does."""
+    most = _context(speaker)
+    return {
+        "code": "context-full",
+        "where": "config.json: max_position_embeddings",
+        "expected": "room for the whole answer",
+        "found": f"{most} tokens, prompt and answer together",
+        "text": f"the answer is cut: the model's context of {most} tokens is full",
+    }
 
 
 def _record(speaker: Speaker, prompt: str, ids: "Tensor", stream: "Stream", reason: str) -> dict[str, Any]:

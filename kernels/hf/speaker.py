@@ -2,12 +2,14 @@
 
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from w4pack.convert.console import Given, say
+from w4pack.convert.console import Given
 from w4pack.convert.errors import UsageError
+from w4pack.convert.events import Reporter, Told
 from w4pack.kernels.hf import before
 
 if TYPE_CHECKING:
@@ -17,15 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """A loaded model with its tokenizer, and how it is asked."""
+    """A loaded model with its tokenizer, how it is asked, and what was warned of so far."""
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
     given: Given
+    warnings: Sequence[Mapping[str, Any]]
     load_seconds: float
 
 
-def open_speaker(folder: Path, given: Given) -> Speaker:
+def open_speaker(folder: Path, given: Given, tell: Told) -> Speaker:
     """Load what ``before.check`` has let through, and tell what is worth knowing of it.
 
     Raises:
@@ -40,14 +43,19 @@ def open_speaker(folder: Path, given: Given) -> Speaker:
     tokenizer = _tokenizer(folder)
     if given["system"] is not None and not tokenizer.chat_template:
         raise before.no_template(folder)
-    device = given["device"] or _default_device(given)
+    device = given["device"] or _default_device(tell)
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)
         model = load(folder, device, act_bits=given["act_bits"], kv_bits=given["kv_bits"])
     for warning in told:
-        note(given, f"warning: {warning.message}")
-    return Speaker(model, tokenizer, given, time.perf_counter() - start)
+        tell.event("warning", **_of_loading(folder, str(warning.message)))
+    return Speaker(model, tokenizer, given, tuple(tell.warnings), time.perf_counter() - start)
+
+
+def _of_loading(folder: Path, text: str) -> dict[str, str | None]:
+    """Return the warning that a library has given in words."""
+    return {"code": "loading", "where": str(folder), "expected": None, "found": None, "text": text}
 
 
 def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
@@ -61,7 +69,7 @@ def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     return found
 
 
-def _default_device(given: Given) -> str:
+def _default_device(tell: Reporter) -> str:
     """Return ``cuda`` if the kernels can run on the current card, else ``cpu``; say which, and why."""
     import torch
 
@@ -74,13 +82,7 @@ def _default_device(given: Given) -> str:
         except UsageError as err:
             reason = err.what
         else:
-            note(given, f"running on {torch.cuda.get_device_name()}")
+            tell.event("note", text=f"running on {torch.cuda.get_device_name()}")
             return "cuda"
-    note(given, f"running on the CPU, slowly: {reason}")
+    tell.event("note", text=f"running on the CPU, slowly: {reason}")
     return "cpu"
-
-
-def note(given: Given, text: str) -> None:
-    """Tell something beside the answer."""
-    if not given["quiet"] and not given["as_json"]:
-        say(text)

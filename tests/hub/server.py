@@ -82,6 +82,7 @@ class FakeHub:
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
+        self.card_warnings: list[str] = []
         self.objects: dict[str, bytes] = {}
         self.calls: list[Call] = []
         self.faults: list[Fault] = []
@@ -380,7 +381,8 @@ class _Api(_Base):
             if re.match(r"(license|base_model_relation): *(\d|\[|$)", line)
         ]
         errors = [{"message": f"not allowed: {line}"} for line in bad]
-        return self.json({"errors": errors, "warnings": []}, 400 if errors else 200)
+        warnings = [{"message": text} for text in self.hub.card_warnings]
+        return self.json({"errors": errors, "warnings": warnings}, 400 if errors else 200)
 
     def preupload(self, repo_id: str, revision: str) -> None:
         found = self.repo(repo_id)

@@ -105,6 +105,19 @@ def test_push_uploads_what_convert_has_written(hub: Any, demo: Path, command: An
     assert "Verified:" in pushed["README.md"].decode()
 
 
+def test_what_the_hub_warns_of_in_a_card_is_told_in_both_forms(hub: Any, demo: Path, command: Any) -> None:
+    hub.card_warnings.append("language: no such code")
+    assert command("convert", str(demo), "out")[0] == 0
+    code, said, err = command("push", "out", "tester/text")
+    assert (code, "warning: language: no such code" in err.splitlines()) == (0, True), said + err
+    code, said, err = command("push", "out", "tester/json", "--json")
+    told = [event for event in map(json.loads, said.splitlines()) if event["event"] == "warning"]
+    assert [(w["code"], w["where"], w["text"]) for w in told] == [
+        ("card", "tester/json: README.md", "language: no such code")
+    ]
+    assert (code, err) == (0, "")
+
+
 def test_convert_with_push_to_asks_before_it_works(
     hub: Any, demo: Path, command: Any, tmp_path: Path
 ) -> None:
