@@ -17,6 +17,7 @@ from w4pack.convert.planning.plan import Plan
 from w4pack.convert.source.detect import Source
 
 if TYPE_CHECKING:
+    from w4pack.convert.jobs.journal import Earlier, Journal
     from w4pack.convert.quantize.team import Team
 
 
@@ -117,7 +118,7 @@ def quantize(
     from w4pack.convert.modeljobs.quantized import quantize_model
 
     with _team(options, running) as (team, own), threads(own.workers):
-        prepared = prepare(source, options, origin, own, _checked_texts(options, out, own))
+        prepared = prepare(source, options, origin, own, _checked_texts(options, out, own), out)
         if team is not None and not team.leads:
             return follow(prepared, out, own, team)
         return quantize_model(
@@ -199,10 +200,10 @@ def rotate(
     """Write the rotated 16-bit model of a source, once it has passed the gate."""
     require_extras("rotating")
     from w4pack.convert.jobs.conversion import convert_source
-    from w4pack.convert.modeljobs.gate import check_rotation
+    from w4pack.convert.modeljobs.decided import pass_gate
 
-    def gate() -> None:
-        check_rotation(source, options, running.reporter)
+    def gate(log: "Journal", earlier: "Earlier") -> None:
+        pass_gate(source, options, running, log, earlier)
 
     with threads(running.workers):
         return convert_source(source, out, options, origin, running, card=card, on_plan=on_plan, before=gate)
@@ -228,5 +229,5 @@ def plan_only(
     from w4pack.convert.modeljobs.quantized import plan_quantized
 
     with threads(running.workers):
-        prepared = prepare(source, options, origin, running, _checked_texts(options, out, running))
+        prepared = prepare(source, options, origin, running, _checked_texts(options, out, running), out)
         return plan_quantized(prepared, out, running)

@@ -1,7 +1,7 @@
 """One conversion from source to published output, and the report of it."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from w4pack.convert.jobs.identity import manifest_of, refuse_damaged_source, sou
 from w4pack.convert.jobs.places import check_place, check_resumed, settle_place, tell_discarded
 from w4pack.convert.jobs.recipe import ConvertRecipe
 from w4pack.convert.jobs.running import CardMaker, OnPlan, Report, Running
-from w4pack.convert.jobs.staged import run_plan
+from w4pack.convert.jobs.staged import Before, run_plan
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan, make_plan, planned_facts
 from w4pack.convert.source.detect import Source
@@ -46,13 +46,13 @@ def convert_source(
     *,
     card: CardMaker | None = None,
     on_plan: OnPlan | None = None,
-    before: Callable[[], None] | None = None,
+    before: Before | None = None,
 ) -> Report:
     """Plan, execute and publish.
 
     card     ``card(plan, errors) -> str`` makes the output's README; None: no card
     on_plan  called with (plan, warnings, facts of the output, source) before anything is written
-    before   called after that, where there is something to do; what it raises stops the job
+    before   called after that, where there is something to do; what it raises stops the job; see ``Before``
 
     Raises Refused before anything is written; OutputError, SourceError, Interrupted while running. OUT
     appears complete or not at all.
@@ -68,14 +68,13 @@ def convert_source(
     refuse_damaged_source(source.checkpoint, original, running.workers)
     if running.resume and finished_before(out, plan, source, running.workers):
         return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
-    if before is not None:
-        before()
     written = run_plan(
         plan,
         ConvertRecipe(source, plan, strict=running.strict, packer=running.packer),
         out,
         running,
         lambda folder, done: _write_rest(folder, done, plan, source, original, card),
+        before,
     )
     tell_values(written, running.reporter)
     seconds = time.monotonic() - started

@@ -8,8 +8,9 @@ finished tensor is hashed again, and one that does not match is made anew. A tor
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from w4pack import __version__
 from w4pack.convert.errors import OutputError, Refused
 from w4pack.convert.jobs.staging import step, write_all, writing
 from w4pack.convert.planning.options import as_given
-from w4pack.convert.planning.plan import Plan
+from w4pack.convert.planning.plan import Plan, SourceFile
 from w4pack.convert.planning.record import to_plain
 
 # What may not differ between a run and its resumption, in the order in which it is named. Threads,
@@ -31,6 +32,9 @@ DECIDES = (
     ("codes", "another calibration text or device"),
     ("plan", "another plan"),
 )
+# What is decided before the first step, and kept by these names: the schemes of `--bpw`, the figures of the
+# rotation gate, clip ratios.
+CHOSEN, GATE, MEASURED = RESULTS = ("chosen", "gate", "measured")
 CHECK = "check"  # of each line but the first: sha256 of the line without it
 
 
@@ -50,14 +54,15 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What an earlier run of the same job has left. measured: the values that it found before its first step.
+    """What an earlier run of the same job has left.
 
-    end   of its last whole line, in bytes
-    lost  lines that are not as they were written
+    results  what it decided before its first step, of ``RESULTS``
+    end      of its last whole line, in bytes
+    lost     lines that are not as they were written
     """
 
     finished: list[Finished] = field(default_factory=list)
-    measured: Any = None
+    results: Mapping[str, Any] = field(default_factory=dict)
     end: int = 0
     lost: int = 0
 
@@ -67,19 +72,27 @@ class Earlier:
         if self.lost:
             text = f"of the earlier run's journal, lines that are not as they were written: {self.lost}"
             told.append(f"{text}; what they tell of is done again")
-        if not kept:
+        if not kept and not self.results:
             return [*told, "there is nothing to resume: the work starts at the beginning"]
         return [*told, f"resumed: {kept} of {steps} steps of the earlier run are kept"]
 
 
 def head(plan: Plan) -> dict[str, Any]:
     """Return the first line: which job this journal belongs to."""
-    return {
-        **asked(plan.target, plan.options, strict=any(f.sha256 for f in plan.files)),
-        "plan": plan.digest,
-        "files": [[f.name, f.size, f.header, f.sha256] for f in plan.files],
-        "codes": _decides_codes(plan.quantization or {}),
-    }
+    job = identity(plan.target, plan.options, plan.files, plan.quantization or {})
+    return {**job, "plan": plan.digest}
+
+
+def identity(
+    target: str, options: Mapping[str, Any], files: Iterable[SourceFile], record: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the part of ``head`` that is known before schemes are chosen.
+
+    record  what decides bytes beside options and files; see ``Plan.quantization``
+    """
+    rows = [[f.name, f.size, f.header, f.sha256] for f in files]
+    asked_for = asked(target, options, strict=any(row[-1] for row in rows))
+    return {**asked_for, "files": rows, "codes": _decides_codes(record)}
 
 
 def asked(target: str, options: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
@@ -111,12 +124,12 @@ class Journal:
             os.ftruncate(self._fd, size)
         self._end = size
 
-    def append(self, finished: list[Finished], measured: Mapping[str, Any] | None = None) -> None:
-        """Record operations whose data has been synced, and with them what was measured."""
+    def append(self, finished: list[Finished], **results: Any) -> None:
+        """Record operations whose data has been synced, and with them what was decided, of ``RESULTS``."""
         lines: list[dict[str, Any]] = [
             {"op": f.op, "hashes": dict(f.hashes), "report": dict(f.report)} for f in finished
         ]
-        lines += [] if measured is None else [{"measured": dict(measured)}]
+        lines += [{name: value} for name, value in results.items()]
         self._write([_text({**line, CHECK: _check(line)}) for line in lines])
 
     def _write(self, lines: list[str]) -> None:
@@ -147,11 +160,19 @@ def read(path: Path, plan: Plan) -> Earlier:
     if not lines:
         return Earlier()
     _same_job(_head(lines, path), head(plan), path)
-    whole = [line for line in lines[1:] if line is not None and _as_written(line)]
-    found = [line["measured"] for line in whole if "measured" in line]
+    whole = _whole(lines)
     finished = {line["op"]: _finished(line) for line in whole if _is_finished(line, plan)}
     lost = len(lines) - 1 - len(whole)
-    return Earlier(list(finished.values()), found[-1] if found else None, end, lost)
+    return Earlier(list(finished.values()), _results(whole), end, lost)
+
+
+def _whole(lines: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """Return the lines, behind the one that names the job, that are as they were written."""
+    return [line for line in islice(lines, 1, None) if line is not None and _as_written(line)]
+
+
+def _results(whole: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: line[name] for line in whole for name in RESULTS if name in line}
 
 
 def _as_written(line: Mapping[str, Any]) -> bool:
@@ -178,9 +199,19 @@ def check_asked(path: Path, wanted: Mapping[str, Any]) -> None:
 
     wanted  see ``asked``
     """
+    read_results(path, wanted)
+
+
+def read_results(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an earlier run decided before its first step. Raises as ``check_asked`` does.
+
+    wanted  see ``asked`` and ``identity``
+    """
     lines, _ = _lines(path)
-    if lines:
-        _same_job(_head(lines, path), wanted, path)
+    if not lines:
+        return {}
+    _same_job(_head(lines, path), wanted, path)
+    return _results(_whole(lines))
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any] | None], int]:

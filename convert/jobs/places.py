@@ -1,7 +1,9 @@
 """Where OUT may be: apart from the source, free or to be replaced, with room, and nobody else at work."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from w4pack.convert.errors import OutputError
 from w4pack.convert.files.checkpoint import Checkpoint
@@ -43,6 +45,15 @@ def check_asked(out: Path, options: ConvertOptions, running: Running) -> None:
     log = Staging(out).journal
     if running.resume and log.is_file():
         journal.check_asked(log, journal.asked(options.to, options.chosen(), strict=running.strict))
+
+
+def decided_before(out: Path, job: Mapping[str, Any], running: Running) -> Mapping[str, Any]:
+    """Return what an interrupted run decided before its first step, where ``--resume`` was given.
+
+    job  see ``journal.identity``. Raises Refused where the interrupted run had another one.
+    """
+    log = Staging(out).journal
+    return journal.read_results(log, job) if running.resume and log.is_file() else {}
 
 
 def check_resumed(out: Path, plan: Plan, running: Running) -> None:

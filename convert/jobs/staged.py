@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from w4pack.convert.errors import OutputError, Refused, SourceError, VerifyError
+from w4pack.convert.errors import OutputError, Refused, SourceError, VerifyError, W4PackError
 from w4pack.convert.jobs import execute, manifest, work
 from w4pack.convert.jobs.execute import Executor, Interrupted
 from w4pack.convert.jobs.journal import Earlier, Finished, Journal
@@ -17,17 +17,29 @@ from w4pack.convert.planning.plan import Plan
 # Errors after which `--resume` may work: a source that is read again, a limit that decides no byte.
 PASSING = ("resume-differs", "unreadable", "file-too-short", "quality")
 
+# Errors by which nothing that was made is of use, whatever the source.
+FUTILE = ("rotation-differs",)
+
 WriteRest = Callable[[Path, manifest.Written], None]  # staging folder, what was written
 # Does what is left of a plan: (files, journal, what an earlier run left) -> everything that is finished.
 Operations = Callable[[OutFiles, Journal, Earlier], Mapping[int, Finished]]
+# Decides, before the first operation, whether there is to be one: (journal, what an earlier run left).
+Before = Callable[[Journal, Earlier], None]
 
 
 def run_plan(
-    plan: Plan, recipe: work.Recipe, out: Path, running: Running, write_rest: WriteRest
+    plan: Plan,
+    recipe: work.Recipe,
+    out: Path,
+    running: Running,
+    write_rest: WriteRest,
+    before: Before | None = None,
 ) -> manifest.Written:
     """Execute a plan in the staging folder and publish it. ``write_rest`` adds the other files."""
 
     def operations(files: OutFiles, log: Journal, earlier: Earlier) -> Mapping[int, Finished]:
+        if before is not None:
+            before(log, earlier)
         executor = Executor(plan, recipe, files, log, running.reporter, running.stop)
         executor.adopt(earlier.finished)
         running.tell_kept(earlier, len(executor.finished), plan)
@@ -88,6 +100,10 @@ def _staged(
         if not staging.unfinished:
             staging.discard()  # there is nothing yet
             err.where = err.hint = None
+        raise
+    except W4PackError as err:
+        if err.code in FUTILE:
+            staging.discard()
         raise
     finally:
         staging.close()

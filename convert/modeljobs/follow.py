@@ -25,7 +25,7 @@ def follow(prepared: Prepared, out: Path, running: Running, team: Team) -> Repor
     Raises W4PackError where the leader plans another job, stops, or is gone.
     """
     started = time.monotonic()
-    plan, warnings = planned(prepared, running)
+    plan, warnings = planned(prepared)
     with running.stop.watching(), connected():  # a signal reaches the leader, too, which says when to stop
         digest = team.told()
         if digest not in (plan.digest, FINISHED):

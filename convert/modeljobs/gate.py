@@ -71,6 +71,30 @@ class GateReport:
         """Return the figures for a report."""
         return {name: getattr(self, name) for name in self.__slots__}
 
+    @classmethod
+    def from_json(cls, value: Any) -> "GateReport":
+        """Return the report of its figures. Raises ValueError for what is none."""
+        kinds = {
+            "worst": float,
+            "where": str,
+            "logits": float,
+            "layers": int,
+            "tokens": int,
+            "near_ties": int,
+        }
+        try:
+            found = cls(**{name: kind(value[name]) for name, kind in kinds.items()})
+            found.outliers = [(float(before), float(after)) for before, after in value["outliers"]]
+        except (KeyError, TypeError, OverflowError) as err:
+            raise ValueError(f"no figures of a gate: {err}") from err
+        if not 0 < found.layers == len(found.outliers):
+            raise ValueError("no figures of a gate: of another number of layers")
+        return found
+
+    def tell(self, reporter: Reporter) -> None:
+        """Tell what was found."""
+        reporter.event("gate", text=self.text(), **self.to_json())
+
 
 class Unrounded:
     """A provider whose tensors come in float32, not in the dtype of the file."""
@@ -134,10 +158,12 @@ def run_gate(
     plan: RotationPlan,
     device: str | torch.device = "cpu",
     ahead: ReadAhead | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> GateReport:
     """Compare a rotated model with its source, layer by layer. Returns the figures.
 
-    ``ahead``: what both providers read through, if a thread is to read the next layer.
+    ahead  what both providers read through, if a thread is to read the next layer
+    check  called before each layer: may raise to end the work
 
     Memory: one decoder layer in float32, the embeddings or the head, and the hidden states of 128 tokens;
     with ``ahead`` two layers as the file has them. Raises W4PackError (``rotation-differs``) naming the
@@ -157,27 +183,26 @@ def run_gate(
         _compare(pair, "the embeddings", wanted, right.hidden[0], wanted, None)
         pair.expect(ours, 0)
         for index in range(len(ours.layers)):
+            check()
             _layer(pair, left, right, index)
         _logits(pair, left, right)
     return pair.report
 
 
 def check_rotation(
-    source: Source, options: ConvertOptions, reporter: Reporter, device: str | torch.device = "cpu"
+    source: Source, options: ConvertOptions, device: torch.device, check: Callable[[], None]
 ) -> GateReport:
-    """Run the gate on the rotation that the options ask for, and tell what it found.
+    """Run the gate on the rotation that the options ask for. ``check``: see ``run_gate``.
 
     Raises W4PackError if the rotated model is another one.
     """
-    device, plan = torch.device(device), rotation_of(source, options)
+    plan = rotation_of(source, options)
     provider: Provider = CheckpointProvider(source.checkpoint, device)
     with ExitStack() as stack:
         ahead = None
         if overlaps(device):
             provider = ahead = stack.enter_context(closing(ReadAhead(provider)))
-        report = run_gate(source.config, provider, Rotated(provider, plan, device), plan, device, ahead)
-    reporter.event("gate", text=report.text(), **report.to_json())
-    return report
+        return run_gate(source.config, provider, Rotated(provider, plan, device), plan, device, ahead, check)
 
 
 def _tokens(skeleton: Skeleton) -> torch.Tensor:

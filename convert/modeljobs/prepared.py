@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +17,17 @@ from w4pack.convert.files.provider import CheckpointProvider, Provider
 from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.files.sidefiles import TOKENIZERS, has_tokenizer
 from w4pack.convert.files.tensorfile import TensorInfo
-from w4pack.convert.jobs.identity import folder_of
+from w4pack.convert.jobs.identity import folder_of, source_files
+from w4pack.convert.jobs.journal import identity
+from w4pack.convert.jobs.places import decided_before
 from w4pack.convert.jobs.running import Running, check_device
 from w4pack.convert.modeljobs.complete import refuse_incomplete
+from w4pack.convert.modeljobs.decided import chosen_before
 from w4pack.convert.modeljobs.mixed import Chosen, choose
 from w4pack.convert.modeljobs.overlap import overlaps
 from w4pack.convert.planning.online import CLIPS_LATER, guides, model_of, records, runs_online
 from w4pack.convert.planning.options import ConvertOptions
+from w4pack.convert.planning.plan import SourceFile
 from w4pack.convert.planning.quantizing import ModelTensors, default_schemes, fixed_schemes, linears_of
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.planning.unquantized import as_recorded, asked_of, unquantized
@@ -44,6 +49,7 @@ class Prepared:
     chosen       linear -> its scheme and why, where schemes were chosen by measurement
     ahead        what the provider reads through where a layer is read while another is in work
     rotation     what is done to the source's weights first, or None
+    files        what identifies the source
     guides       headers of the guides of keys, which are measured with the clip ratios; none: nothing is
     """
 
@@ -59,6 +65,7 @@ class Prepared:
     ahead: ReadAhead | None = None
     rotation: RotationPlan | None = None
     guides: Mapping[str, TensorInfo] = field(default_factory=dict)
+    files: tuple[SourceFile, ...] = ()
 
     def reading(self) -> AbstractContextManager[object]:
         """Return a block behind which no thread reads any more."""
@@ -92,8 +99,11 @@ def prepare(
     origin: Mapping[str, str] | None,
     running: Running,
     texts: tuple[list[str], str] | None = None,
+    out: Path | None = None,
 ) -> Prepared:
     """Look at a source that is to be quantized, and read its calibration text, unless that is given.
+
+    out  where an interrupted run is resumed: it may have chosen schemes
 
     Raises Refused for a source that is quantized already; UsageError for a text that gives nothing, windows
     that the model has no positions for, or a device that is not there; SourceError for a source without a
@@ -109,7 +119,7 @@ def prepare(
     added: Mapping[str, TensorInfo] = {}
     if runs_online(options):
         model, added = _online(model, options, found.rotation, guided=calibration is not None)
-    return Prepared(
+    prepared = Prepared(
         source,
         provider,
         model,
@@ -118,11 +128,14 @@ def prepare(
         device,
         calibration,
         (*found.warnings, *_of_text(calibration, model)),
-        None if asked.bpw is None else _chosen(model, options, provider, asked.bpw, device),
-        ahead,
-        found.rotation,
-        added,
+        ahead=ahead,
+        rotation=found.rotation,
+        guides=added,
+        files=source_files(source.checkpoint, strict=running.strict),
     )
+    if asked.bpw is None:
+        return prepared
+    return replace(prepared, chosen=_chosen(prepared, options, asked.bpw, out, running))
 
 
 def _provider(
@@ -156,11 +169,18 @@ def _calibration(
 
 
 def _chosen(
-    model: ModelTensors, options: ConvertOptions, provider: Provider, bpw: float, device: torch.device
+    prepared: Prepared, options: ConvertOptions, bpw: float, out: Path | None, running: Running
 ) -> dict[str, Chosen]:
-    """Choose a scheme for each linear that no rule gives bits to."""
-    free, fixed = default_schemes(model, options), fixed_schemes(model, options)
-    return choose(free, provider, TARGETS[options.to], bpw, device, fixed)
+    """Choose a scheme for each linear that no rule gives bits to, unless the run that is resumed has."""
+    free, fixed = default_schemes(prepared.model, options), fixed_schemes(prepared.model, options)
+    if out is not None:
+        recorded = prepared.options
+        job = identity(recorded.to, recorded.chosen(), prepared.files, prepared.record())
+        found = chosen_before(decided_before(out, job, running), free)
+        if found is not None:
+            running.reporter.event("note", text="--bpw: as the earlier run chose")
+            return found
+    return choose(free, prepared.provider, TARGETS[options.to], bpw, prepared.device, fixed)
 
 
 def _online(

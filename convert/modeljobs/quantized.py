@@ -9,13 +9,12 @@ from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.events import warning_fields
 from w4pack.convert.jobs.complete import finished_before
 from w4pack.convert.jobs.conversion import tell_values
-from w4pack.convert.jobs.identity import source_files
 from w4pack.convert.jobs.journal import Earlier, Finished, Journal
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.places import check_place, check_resumed, settle_place, tell_discarded
 from w4pack.convert.jobs.running import OnPlan, Report, Running
 from w4pack.convert.jobs.staged import run_staged
-from w4pack.convert.modeljobs.gate import check_rotation
+from w4pack.convert.modeljobs.decided import keep_chosen, pass_gate
 from w4pack.convert.modeljobs.mixed import told
 from w4pack.convert.modeljobs.modelrun import FINISHED, say
 from w4pack.convert.modeljobs.prepared import Prepared
@@ -27,14 +26,14 @@ from w4pack.convert.quantize.team import Team
 from w4pack.convert.source.detect import Source
 
 
-def planned(prepared: Prepared, running: Running) -> tuple[Plan, tuple[Warning_, ...]]:
+def planned(prepared: Prepared) -> tuple[Plan, tuple[Warning_, ...]]:
     """Plan a quantization, wherever it goes."""
     source = prepared.source
     plan, more = plan_quantization(
         prepared.model,
         prepared.options,
         origin=prepared.origin,
-        files=source_files(source.checkpoint, strict=running.strict),
+        files=prepared.files,
         record=prepared.record(),
         schemes=prepared.schemes,
     )
@@ -49,7 +48,7 @@ def plan_quantized(
     check_place(source.checkpoint, out, running)
     for line in told(prepared.chosen or {}):
         running.reporter.event("note", text=f"--bpw: {line}")
-    plan, warnings = planned(prepared, running)
+    plan, warnings = planned(prepared)
     check_resumed(out, plan, running)
     tell_discarded(out, running)
     return plan, warnings, facts_of(source.config, plan), source
@@ -81,13 +80,15 @@ def quantize_model(
         say(team, FINISHED)
         return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
     outliers: dict[str, Any] = {}
-    if prepared.options.rotate != "none":
-        gate = check_rotation(source, prepared.options, running.reporter, prepared.device)
-        before, after = zip(*gate.outliers, strict=True)
-        outliers = {"outliers": {"source": before, "rotated": after}}
     done: list[QuantizeRun] = []
 
     def work(files: OutFiles, log: Journal, earlier: Earlier) -> Mapping[int, Finished]:
+        if prepared.chosen is not None:
+            keep_chosen(prepared.chosen, log, earlier)
+        if prepared.options.rotate != "none":
+            gate = pass_gate(source, prepared.options, running, log, earlier, prepared.device)
+            before, after = zip(*gate.outliers, strict=True)
+            outliers["outliers"] = {"source": before, "rotated": after}
         run = QuantizeRun(prepared, plan, files, log, running, team)
         done.append(run)
         run.adopt(earlier)

@@ -22,7 +22,7 @@ from w4pack.convert.events import Reporter, warning_fields
 from w4pack.convert.files.provider import Provider
 from w4pack.convert.jobs import execute
 from w4pack.convert.jobs.execute import Interrupted
-from w4pack.convert.jobs.journal import Earlier, Finished, Journal
+from w4pack.convert.jobs.journal import MEASURED, Earlier, Finished, Journal
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.running import Running
 from w4pack.convert.modeljobs.judging import judge
@@ -103,7 +103,7 @@ class QuantizeRun:
             else:
                 self.reporter.event("note", text=f"redone: {wrong} does not match the journal")
         if self.prepared.guides:
-            self._measured = self._found({item.op for item in kept}, earlier.measured)
+            self._measured = self._found({item.op for item in kept}, earlier.results.get(MEASURED))
             if self._measured is None:  # what was made with other values is no part of this run
                 copied = [item for item in kept if self.plan.ops[item.op].kind == "copy"]
                 left = [item for item in copied if self.plan.ops[item.op].source not in self.prepared.guides]
@@ -174,7 +174,7 @@ class QuantizeRun:
             if op.source in measured.guides:
                 copied = self.files.copy(op, measured.guides[op.source])
                 done.append(self.files.finished(number, op, copied))
-        self._journal(done, measured.clips.to_json())
+        self._journal(done, **{MEASURED: measured.clips.to_json()})
 
     # ---- round to nearest: no calibration, no model ---------------------------------------------------
 
@@ -278,10 +278,10 @@ class QuantizeRun:
         if held:
             self._journal(held)
 
-    def _journal(self, items: list[Finished], measured: Mapping[str, Any] | None = None) -> None:
+    def _journal(self, items: list[Finished], **results: Any) -> None:
         """Sync what was written, then journal it: a line never stands before its data."""
         self.files.sync(items)
-        self.log.append(items, measured)
+        self.log.append(items, **results)
         for item in items:
             self._complete(item)
 

@@ -159,7 +159,7 @@ def test_only_the_leader_measures_ratios_and_guides(
     with open_checkpoint(LocalStore(llama)) as checkpoint:
         source = read_source(checkpoint, DetectOptions())
         found, running = prepare(source, options, None, Running(threads=1)), Running(threads=1)
-        plan, _ = planned(found, running)
+        plan, _ = planned(found)
         guides = {name: torch.full(info.shape, 2.0) for name, info in found.guides.items()}
         odd = {4: 0.61, 8: 0.97}  # no trial has these
         told = [plan.digest, Measured(Clips(dict.fromkeys(ACT_SITES, odd), odd, odd), guides)]
