@@ -16,7 +16,8 @@ from transformers import StaticCache  # noqa: E402
 import w4pack  # noqa: E402
 from runtime import quarot_models as models  # noqa: E402
 from runtime import quarot_reference as fake  # noqa: E402
-from runtime.quarot_calls import check_codes, check_product, forced, layer_inputs, record, relative  # noqa: E402
+from runtime.quarot_calls import check_codes, check_product, record, relative  # noqa: E402
+from runtime.quarot_layers import TIES, distances  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,20 +26,12 @@ pytestmark = [
 
 NAMES = ("llama", "llama-mha", "qwen2", "qwen3", "gemma2", "mixtral")
 TOKENS = torch.randint(3, 256, (2, 70), generator=torch.Generator().manual_seed(0))
-TIES, LAYER, DRIFT = 1e-4, 0.01, 0.7  # as in tests/runtime/test_quarot_model.py
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    found: dict[str, Path] = {}
-
-    def artifact(name: str) -> Path:
-        if name not in found:
-            found[name] = models.artifact(name, tmp_path_factory.mktemp(name))
-        return found[name]
-
-    return artifact
+    return models.Artifacts(tmp_path_factory)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -70,24 +63,9 @@ def test_codes_are_the_definition_s_and_sums_are_exact(
 def test_layers_are_those_of_the_fake_quantized_model(
     name: str, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    out = made(name)
-    exact = fake.FakeModel(out, tmp_path / "dense", 16, 16)
-
-    def wanted(bits: int) -> list[Any]:
-        exact.act_bits = exact.kv_bits = bits
-        found = forced(exact.model, inputs, lambda: exact.logits(TOKENS))
-        return [y - x.float() for x, y in zip(inputs, found, strict=True)]
-
-    for bits in (16, 4):
-        model = w4pack.load(out, "cuda", act_bits=bits, kv_bits=bits)
-        if bits == 16:
-            model.set_attn_implementation("eager")  # before 5.2x Gemma 2 lost its soft cap by default
-        inputs, outputs = ([x.cpu() for x in found] for found in layer_inputs(model, TOKENS.cuda()))
-        for x, y, z, plain in zip(inputs, outputs, wanted(bits), wanted(16), strict=True):
-            most = LAYER if bits == 16 else DRIFT * relative(plain, z)
-            error = relative(y - x.float(), z)
-            print(f"{name} {bits} bit: a layer is off by {error:.4f}, allowed {most:.4f}")
-            assert error < most
+    for bits, error, most in distances(made(name), tmp_path / "dense", TOKENS, "cuda"):
+        print(f"{name} {bits} bit: a layer is off by {error:.4f}, allowed {most:.4f}")
+        assert error < most
 
 
 @pytest.mark.parametrize("bits", [(4, 4), (8, 8), (16, 4), (8, 16)])

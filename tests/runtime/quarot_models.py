@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
 import transformers as tf
@@ -128,6 +129,19 @@ def artifact(
     if offset is not None:
         edit_online(out, lambda found: [*found[:-1], {**found[-1], "guide": True}])
     return out
+
+
+class Artifacts:
+    """Artifacts of models by name, each made when it is first asked for."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self.factory = factory
+        self.found: dict[str, Path] = {}
+
+    def __call__(self, name: str) -> Path:
+        if name not in self.found:
+            self.found[name] = artifact(name, self.factory.mktemp(name))
+        return self.found[name]
 
 
 def edit_online(out: Path, change: Callable[[list[Any]], list[Any]]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,27 +26,18 @@ from runtime.quarot_calls import (  # noqa: E402
     record,
     relative,
 )
+from runtime.quarot_layers import LAYER, TIES, distances  # noqa: E402
 from w4pack.convert.rotate.constructions import matrix  # noqa: E402
 
 DENSE = ("llama", "llama-mha", "qwen2", "qwen3", "gemma2")
 EXPERTS = ("mixtral",)
 OTHERS = ("llama-biased", "phi3", "olmo2", "qwen2-moe")  # other parts of a layer
 TOKENS = torch.randint(3, 256, (2, 33), generator=torch.Generator().manual_seed(0))
-TIES = 1e-4  # share of codes that may differ, by one
-LAYER = 0.01  # relative error of a layer in 16 bit: about 30 roundings to fp16 and bf16-free sums
-DRIFT = 0.7  # of what quantization itself changes: roundings to 16 bit move codes inside a layer
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    found: dict[str, Path] = {}
-
-    def artifact(name: str) -> Path:
-        if name not in found:
-            found[name] = models.artifact(name, tmp_path_factory.mktemp(name))
-        return found[name]
-
-    return artifact
+    return models.Artifacts(tmp_path_factory)
 
 
 # ---- the codes of every site -----------------------------------------------------------------------
@@ -102,22 +92,8 @@ def test_other_weights_are_multiplied_exactly(
 def test_layers_are_those_of_the_fake_quantized_model(
     name: str, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    out = made(name)
-    exact = fake.FakeModel(out, tmp_path / "dense", 16, 16)
-
-    def wanted(bits: int) -> list[Any]:
-        exact.act_bits = exact.kv_bits = bits
-        found = forced(exact.model, inputs, lambda: exact.logits(TOKENS))
-        return [y - x.float() for x, y in zip(inputs, found, strict=True)]
-
-    for bits in (16, 4):
-        model = w4pack.load(out, act_bits=bits, kv_bits=bits)
-        if bits == 16:
-            model.set_attn_implementation("eager")  # before 5.2x Gemma 2 lost its soft cap by default
-        inputs, outputs = layer_inputs(model, TOKENS)
-        for x, y, z, plain in zip(inputs, outputs, wanted(bits), wanted(16), strict=True):
-            most = LAYER if bits == 16 else DRIFT * relative(plain, z)
-            assert relative(y - x.float(), z) < most
+    for _, error, most in distances(made(name), tmp_path / "dense", TOKENS, "cpu"):
+        assert error < most
 
 
 def test_a_transform_that_is_left_out_is_seen(made: Callable[[str], Path], tmp_path: Path) -> None:
