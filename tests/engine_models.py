@@ -167,3 +167,20 @@ def auto_round(layers: tuple[LayerFacts, ...] | None = None, **quant: Any) -> Mo
 def artifact(layers: tuple[LayerFacts, ...] | None = None, config: dict[str, Any] = CONFIG) -> ModelFacts:
     """Return our artifact."""
     return facts(layers or block("marlin"), {"quant_method": "w4pack", "version": 1}, config)
+
+
+# ---- layers that several tests change
+
+HEAD = layer("lm_head", 256, 320)
+NARROW = {"num_attention_heads": 6, "num_key_value_heads": 2}
+
+
+def online(**changes: object) -> ModelFacts:
+    """Return an artifact with a transform in front of down_proj."""
+    record = {"kind": "hadamard", "site": "mlp_mid", "order": 512, **changes}
+    return replace(artifact(), quant_config={"quant_method": "w4pack", "online": [record]})
+
+
+ORDERED = changed(block("marlin"), "down_proj", act_order="groups")
+EXPERTS = experts("marlin")
+PACKED_HEAD = replace(HEAD, layout="marlin", act_order="none")
