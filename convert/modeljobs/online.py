@@ -25,7 +25,8 @@ from w4pack.convert.quantize.guides import SOFTCAP, refuse_guide
 from w4pack.convert.quantize.skeleton import CACHE_NAMES, Skeleton
 from w4pack.convert.rotate.rotation import Rotation
 from w4pack.convert.rotate.transform import rotate
-from w4pack.convert.source.online import guide_of, misfits, place, plain, sites_of, transform_of
+from w4pack.convert.source.online_places import guide_of, place, plain, sites_of, transform_of
+from w4pack.convert.source.online_rules import misfits
 
 
 def rotation_of(record: Hadamard) -> Rotation:

@@ -16,7 +16,7 @@ from w4pack.convert.rotate.accounting import Model, account
 from w4pack.convert.rotate.architecture import find
 from w4pack.convert.rotate.folding import head_size
 from w4pack.convert.rotate.plan import RotationPlan
-from w4pack.convert.source.online import guide_of, refuse_architecture
+from w4pack.convert.source.online_places import guide_of, refuse_architecture
 
 Table = Mapping[int, float]  # bits -> clip ratio
 ONLINE_TARGET = "marlin"

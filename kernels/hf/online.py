@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from w4pack.convert.dialects.online import Online, Settings
 from w4pack.convert.errors import Refused
-from w4pack.convert.source.online import Linear, Place, misfits, place, plain, without_kernel
+from w4pack.convert.source.online_places import Linear, Place, place, plain
+from w4pack.convert.source.online_rules import misfits, without_kernel
 from w4pack.kernels.artifact import Artifact
 
 

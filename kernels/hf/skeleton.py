@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from w4pack.convert.errors import Refused, SourceError, W4PackError
-from w4pack.convert.source.online import GUIDE
+from w4pack.convert.source.online_places import GUIDE
 from w4pack.kernels.artifact import Artifact, Expected, compare_names
 from w4pack.kernels.experts import ExpertParts
 from w4pack.kernels.hf.names import Names

@@ -15,7 +15,7 @@ from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.errors import Refused
 from w4pack.convert.quantize.guides import SOFTCAP, refuse_guide
 from w4pack.convert.rotate.architecture import Block
-from w4pack.convert.source.online import GUIDE, guide_of
+from w4pack.convert.source.online_places import GUIDE, guide_of
 from w4pack.kernels.experts import PackedExperts
 from w4pack.kernels.hf import kv_attention
 from w4pack.kernels.hf.kv_pages import KVPlan

@@ -25,7 +25,7 @@ from w4pack.convert.quantize.activations import fake_cache, fake_tokens
 from w4pack.convert.quantize.clips import RATIOS
 from w4pack.convert.rotate.constructions import matrix
 from w4pack.convert.rotate.rotated import Rotated
-from w4pack.convert.source.online import GUIDE
+from w4pack.convert.source.online_places import GUIDE
 
 CPU = torch.device("cpu")
 RUN = sorted(n for n in tiny.CONFIGS if n != "opt" and not n.startswith("deepseek"))

@@ -26,7 +26,7 @@ from w4pack.convert.planning.quantize_options import QuantizeOptions  # noqa: E4
 from w4pack.convert.quantize.activations import fake_keys  # noqa: E402
 from w4pack.convert.quantize.guides import WATCHED, Sums, watched  # noqa: E402
 from w4pack.convert.source.detect import read_source  # noqa: E402
-from w4pack.convert.source.online import GUIDE  # noqa: E402
+from w4pack.convert.source.online_places import GUIDE  # noqa: E402
 from w4pack.convert.source.reading import DetectOptions  # noqa: E402
 
 SIZE = 8

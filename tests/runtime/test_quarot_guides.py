@@ -22,7 +22,7 @@ from runtime import quarot_reference as fake  # noqa: E402
 from runtime.quarot_calls import forced, layer_inputs, relative  # noqa: E402
 from w4pack import cli  # noqa: E402
 from w4pack.convert.errors import Refused, SourceError  # noqa: E402
-from w4pack.convert.source.online import GUIDE  # noqa: E402
+from w4pack.convert.source.online_places import GUIDE  # noqa: E402
 
 TOKENS = torch.randint(3, 256, (2, 33), generator=torch.Generator().manual_seed(0))
 SMALL = {"num_hidden_layers": 2}
