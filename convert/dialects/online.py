@@ -22,6 +22,10 @@ HADAMARD_SITES = ("residual_read", "qk", "attn_out", "mlp_mid")
 ACT_SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
 HEAD_SIZES = (64, 80, 96, 128, 256)  # of the quantized cache's kernels
 UNIT = 8  # values that the kernels of transforms and quantizers read at once: widths are multiples of it
+MOST_K = (
+    1 << 17
+)  # rows of a weight, padding included, from which int32 sums of codes overflow: 2**31 / 128**2
+MOST_ORDER = 1 << 20  # of a transform: far above any width of a model; a file must not ask for more
 CHANGED = "the artifact was changed, or is another model's: make it again from its source"  # a hint
 CLIP_KEYS = tuple(map(str, RUN_CODES))
 KEYS = {

@@ -47,7 +47,7 @@ def planned_problems(facts: ModelFacts) -> tuple[W4PackError, ...]:
     linears = plain(facts.dense)
     for layer in facts.layers:
         act_order = layer.act_order == "groups"
-        linears[layer.name] = Linear.packed(layer.in_features, sym=layer.sym, act_order=act_order)
+        linears[layer.name] = Linear.of_codes(layer.in_features, sym=layer.sym, act_order=act_order)
     tensors: dict[str, TensorInfo | DenseFacts | None] = {t.name: t for t in facts.dense}
     tensors |= {f"{layer.name}.weight": None for layer in facts.layers}
     return _problems(records, facts.config, tensors, linears)
@@ -99,5 +99,5 @@ def _linears(source: Source) -> dict[str, Linear]:
     found = plain(source.dense)
     for layer in source.layers:  # by tensors, as the loader sees it: whatever values are in them
         sym, act_order = "weight_zero_point" not in layer.tensors, "act_perm" in layer.tensors
-        found[layer.name] = Linear.packed(layer.scheme.in_features, sym=sym, act_order=act_order)
+        found[layer.name] = Linear.of_codes(layer.scheme.in_features, sym=sym, act_order=act_order)
     return found

@@ -24,17 +24,19 @@ GUIDE, GUIDE_DTYPE = "k_guide", "F32"
 class Linear:
     """What records touch of a linear.
 
-    width  features that it reads
-    odd    what no integer product takes, ``act-order`` or ``zero points``; "" for neither, and in 16 bit
+    width   features that it reads
+    odd     what no integer product takes, ``act-order`` or ``zero points``; "" for neither, and in 16 bit
+    packed  whether it is multiplied in codes
     """
 
     width: int
     odd: str = ""
+    packed: bool = False
 
     @staticmethod
-    def packed(width: int, *, sym: bool, act_order: bool) -> "Linear":
+    def of_codes(width: int, *, sym: bool, act_order: bool) -> "Linear":
         """Return a packed linear."""
-        return Linear(width, "act-order" if act_order else "" if sym else "zero points")
+        return Linear(width, "act-order" if act_order else "" if sym else "zero points", packed=True)
 
 
 @dataclass(frozen=True, slots=True)

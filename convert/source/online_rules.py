@@ -1,12 +1,25 @@
 """What of ``online`` records a model has no place for, and what of them no kernel runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
+from w4pack.convert.core.families import expert_index
 from w4pack.convert.core.scheme import WIDE
-from w4pack.convert.dialects.online import HEAD_SIZES, UNIT, Online, Settings, misfit
+from w4pack.convert.dialects.online import (
+    HEAD_SIZES,
+    MOST_K,
+    MOST_ORDER,
+    UNIT,
+    Online,
+    Settings,
+    misfit,
+)
 from w4pack.convert.errors import Refused, W4PackError
+from w4pack.convert.formats import marlin
 from w4pack.convert.rotate import orders
-from w4pack.convert.source.online_places import GUIDE_DTYPE, Place, transform_of
+from w4pack.convert.source.online_places import GUIDE_DTYPE, Linear, Place, transform_of
+
+RUN_ALL_THE_SAME = ("head-size",)  # codes of what runs with a cache in 16 bit: a conversion only warns
 
 
 def misfits(records: Online, at: Place) -> Iterator[W4PackError]:
@@ -43,7 +56,7 @@ def misfits(records: Online, at: Place) -> Iterator[W4PackError]:
 
 
 def without_kernel(records: Online, settings: Settings, at: Place) -> Iterator[W4PackError]:
-    """Yield what no kernel runs at these bits: head sizes of the cache, weights of products, widths."""
+    """Yield what no kernel runs at these bits: head sizes of the cache, weights, widths, experts."""
     for size in sorted(at.head_sizes if settings.kv_bits != WIDE else ()):
         if size not in HEAD_SIZES:
             yield Refused(
@@ -55,7 +68,7 @@ def without_kernel(records: Online, settings: Settings, at: Place) -> Iterator[W
                 hint="--kv-bits 16",
             )
     for name in at.sites:
-        odd = at.linears[name].odd if settings.act_bits != WIDE else ""
+        odd = at.linears[name].odd if settings.act_bits != WIDE and name in at.linears else ""
         if odd:
             yield Refused(
                 "4-bit and 8-bit activations are multiplied with symmetric weights in order only",
@@ -65,29 +78,87 @@ def without_kernel(records: Online, settings: Settings, at: Place) -> Iterator[W
                 found=odd,
                 hint="--act-bits 16",
             )
-    yield from _odd_widths(records, settings, at)
+    inputs = tuple(_inputs(records, settings, at))
+    yield from _odd_widths(inputs)
+    yield from _plain_experts(inputs)
 
 
-def _odd_widths(records: Online, settings: Settings, at: Place) -> Iterator[W4PackError]:
-    """Yield each width that the kernels in front of linears do not read, by the first linear that has it."""
-    seen: set[tuple[str, int]] = set()
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """What happens to the input of a linear: transformed, quantized; ``linear`` None: many in one tensor."""
+
+    name: str
+    site: str
+    linear: Linear | None
+    turned: bool
+    coded: bool
+
+    @property
+    def way(self) -> str:
+        """What runs instead."""
+        again = "made of the 16-bit model with --rotate offline and --act-bits 16 it needs none"
+        return again if self.turned else "--act-bits 16"
+
+
+def _inputs(records: Online, settings: Settings, at: Place) -> Iterator[_Input]:
+    """Yield the linears whose input is not taken as it is."""
     for name, site in at.sites.items():
-        if name not in at.linears:  # experts in one tensor, which no kernel reads
-            continue
-        width = at.linears[name].width
-        turned = records.transform(*transform_of(site, width)) is not None
+        linear = at.linears.get(name)
+        turned = records.transform(*transform_of(site, linear.width if linear else 0)) is not None
         coded = settings.act_bits != WIDE and site in records.acts
-        if width % UNIT == 0 or not (turned or coded) or (site, width) in seen:
+        if turned or coded:
+            yield _Input(name, site, linear, turned, coded)
+
+
+def _odd_widths(inputs: Iterable[_Input]) -> Iterator[W4PackError]:
+    """Yield each width that no kernel reads, by the first linear that has it.
+
+    Transforms and quantizers read units of values. A transform has a largest order, and a product of codes a
+    largest number of rows, padding included, that its sums hold.
+    """
+    seen: set[tuple[str, int]] = set()
+    for one in inputs:
+        if one.linear is None or (one.site, one.linear.width) in seen:
             continue
-        seen.add((site, width))
-        again = "convert the 16-bit model again with --rotate offline and --act-bits 16"
+        width, most = one.linear.width, _most(one, one.linear)
+        if width % UNIT == 0 and width <= most:
+            continue
+        seen.add((one.site, width))
         yield Refused(
             "no kernel transforms or quantizes rows of this width",
             code="online-width",
-            where=name,
-            expected=f"a multiple of {UNIT} input features",
+            where=one.name,
+            expected=f"at most {most} input features"
+            if width > most
+            else f"a multiple of {UNIT} input features",
             found=str(width),
-            hint=again if turned else "--act-bits 16",
+            hint=one.way,
+        )
+
+
+def _most(one: _Input, linear: Linear) -> int:
+    """Return how many features a linear may read."""
+    most = [MOST_ORDER] if one.turned and one.site != "attn_out" else []  # across heads it is their number
+    return min(
+        [*most, *([MOST_K - marlin.UNIT] if one.coded and linear.packed else [])], default=linear.width
+    )
+
+
+def _plain_experts(inputs: Iterable[_Input]) -> Iterator[W4PackError]:
+    """Yield experts in 16 bit, the first of each site: what is in front of experts is for packed ones."""
+    seen: set[str] = set()
+    for one in inputs:
+        expert = one.linear is None or expert_index(one.name) is not None
+        if not expert or (one.linear is not None and one.linear.packed) or one.site in seen:
+            continue
+        seen.add(one.site)
+        yield Refused(
+            "experts in 16 bit are not run behind transforms or quantizers",
+            code="online-experts",
+            where=one.name,
+            expected="packed experts",
+            found="16 bit",
+            hint=one.way,
         )
 
 

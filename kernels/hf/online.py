@@ -48,7 +48,7 @@ def plan(artifact: Artifact, act_bits: int | None = None, kv_bits: int | None = 
 
 def _linears(artifact: Artifact) -> dict[str, Linear]:
     packed = {
-        name: Linear.packed(spec.in_features, sym=spec.sym, act_order=spec.act_order)
+        name: Linear.of_codes(spec.in_features, sym=spec.sym, act_order=spec.act_order)
         for name, spec in artifact.specs.items()
     }
     return plain(artifact.tensors[name] for name in artifact.dense) | packed

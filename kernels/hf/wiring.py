@@ -12,7 +12,6 @@ from transformers.activations import ACT2FN
 
 from w4pack.convert.core.families import expert_index
 from w4pack.convert.core.scheme import WIDE
-from w4pack.convert.errors import Refused
 from w4pack.convert.quantize.guides import SOFTCAP, refuse_guide
 from w4pack.convert.rotate.architecture import Block
 from w4pack.convert.source.online_places import GUIDE, guide_of
@@ -129,14 +128,7 @@ class _Wiring:
         if first is None and values is None:
             return
         own = self.model.get_submodule(place)
-        if not isinstance(own, PackedExperts):
-            raise Refused(
-                "experts in 16 bit are not run with online records",
-                code="artifact-online",
-                where=place,
-                expected="packed experts",
-                found=type(own).__name__,
-            )
+        assert isinstance(own, PackedExperts)  # those in 16 bit are refused from headers (``online_rules``)
         activation = _activation(own)
         bits, clip, key = values or (WIDE, 1.0, "")
         gated = activation is not None

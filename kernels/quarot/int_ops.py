@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4pack.convert.core.scheme import RUN_CODES
+from w4pack.convert.dialects.online import MOST_K
 from w4pack.kernels import checks
 from w4pack.kernels.quarot import int_launch, int_reference, orders_int
 from w4pack.kernels.quarot.calls import Product, register
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ACT_BITS = RUN_CODES
-MOST_K = 1 << 17  # rows whose int32 sum cannot overflow: 2**31 / (128 * 128)
 
 _library: Any = torch.library.Library("w4pack", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(

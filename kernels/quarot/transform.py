@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from w4pack.convert.dialects.online import MOST_ORDER
 from w4pack.convert.errors import UsageError
 from w4pack.convert.rotate import orders, rotation
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MOST_ORDER = 1 << 20  # far above any width of a model; a text from a file must not ask for more
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,8 +22,14 @@ import w4pack  # noqa: E402
 from runtime import quarot_models as models  # noqa: E402
 from w4pack import cli  # noqa: E402
 from w4pack.convert import check, convert, evaluate, inspect  # noqa: E402
-from w4pack.convert.errors import Refused, W4PackError  # noqa: E402
+from w4pack.convert.dialects.online import Hadamard, Online, Settings  # noqa: E402
+from w4pack.convert.errors import Refused, UsageError, W4PackError  # noqa: E402
+from w4pack.convert.planning import limits  # noqa: E402
 from w4pack.convert.planning.quantize_options import QuantizeOptions  # noqa: E402
+from w4pack.convert.source.online_places import Linear  # noqa: E402
+from w4pack.convert.source.online_rules import without_kernel  # noqa: E402
+from w4pack.kernels.quarot import int_ops, int_tiles  # noqa: E402
+from w4pack.kernels.quarot.transform import Transform  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -148,29 +156,121 @@ def test_a_head_size_without_kernel_is_said_before_it_is_loaded(tmp_path: Path) 
     assert refusal(lambda: w4pack.load(tmp_path / "out", kv_bits=16)) is None
 
 
-@pytest.mark.parametrize(
-    ("sizes", "rotate", "linears"),
-    [
-        ({"intermediate_size": 172}, "full", ["mlp.down_proj"]),
-        ({"intermediate_size": 172}, "none", ["mlp.down_proj"]),
-        ({"hidden_size": 100}, "none", ["self_attn.q_proj", "mlp.gate_proj"]),
-    ],
-    ids=["R4", "mlp_mid", "the stream"],
-)
-def test_a_width_without_kernel_is_said_before_it_is_loaded(
-    sizes: dict[str, int], rotate: Any, linears: list[str], tmp_path: Path
+ODD: dict[str, tuple[dict[str, int], Any, list[str]]] = {
+    "R4": ({"intermediate_size": 172}, "full", ["mlp.down_proj"]),
+    "mlp_mid": ({"intermediate_size": 172}, "none", ["mlp.down_proj"]),
+    "the stream": ({"hidden_size": 100}, "none", ["self_attn.q_proj", "mlp.gate_proj"]),
+}
+FOUR = QuantizeOptions(method="rtn", group_size=-1, act_bits=4, kv_bits=16)
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_a_width_without_kernel_is_refused_by_convert_and_as_it_is_loaded(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sizes, rotate, linears = ODD[case]
     plain = models.source("llama", tmp_path / "source", **{**SMALL, **sizes})
-    options = QuantizeOptions(method="rtn", group_size=-1, act_bits=4, kv_bits=16)
-    report = convert(plain, tmp_path / "out", quantize=options, rotate=rotate)
     names = [f"model.layers.0.{name}" for name in linears]
+    error = refusal(lambda: convert(plain, tmp_path / "no", quantize=FOUR, rotate=rotate))
+    assert isinstance(error, Refused) and error.code == "online-width" and error.exit_code == 3
+    assert [p.where for p in error.problems or (error,)] == names
+    assert error.expected == "a multiple of 8 input features" and error.hint is not None
+    assert ("--rotate offline" in error.hint) is (rotate == "full") and "--act-bits 16" in error.hint
+    assert not (tmp_path / "no").exists()
+    monkeypatch.setattr(limits, "_refuse_unrun", lambda planned: None)  # as an earlier version would make it
+    report = convert(plain, tmp_path / "out", quantize=FOUR, rotate=rotate)
     assert [w.where for w in report.warnings if w.code == "online-width"] == names
     (answer,) = check(tmp_path / "out", engines=["w4pack"])
     assert [blocker["layer"] for blocker in answer["results"][0]["blockers"]] == names
     loaded = refusal(lambda: w4pack.load(tmp_path / "out"))
-    assert isinstance(loaded, Refused) and loaded.code == "online-width"
+    assert isinstance(loaded, Refused) and loaded.to_json() == error.to_json()
     wide = refusal(lambda: w4pack.load(tmp_path / "out", act_bits=16))
     assert (wide is not None) is (rotate == "full")
+
+
+@pytest.mark.parametrize(("width", "refused"), [(131_008, False), (131_016, True)])
+def test_rows_too_wide_for_sums_of_codes_are_refused_before_anything_is_made(
+    width: int, refused: bool, tmp_path: Path
+) -> None:
+    """131,008 rows are 2047 tiles; one more, padded, is where int32 sums of 8-bit codes may overflow."""
+    sizes = {**SMALL, "hidden_size": 8, "intermediate_size": width, "num_hidden_layers": 1}
+    plain = models.source("llama", tmp_path / "source", **sizes)
+    words = ["convert", str(plain), str(tmp_path / "out"), "--quantize", "rtn", "--group-size", "-1"]
+    done = CliRunner().invoke(cli.root, [*words, "--act-bits", "8", "--dry-run", "--json"])
+    last = json.loads(done.stdout.splitlines()[-1])
+    if not refused:
+        assert (done.exit_code, last["event"]) == (0, "done"), done.output
+        return
+    assert (done.exit_code, last["code"], last["found"]) == (3, "online-width", str(width))
+    assert last["where"] == "model.layers.0.mlp.down_proj" and last["hint"] == "--act-bits 16"
+    assert last["expected"] == "at most 131008 input features"
+    with pytest.raises(UsageError, match="too large for int32 sums"):  # what the product itself says
+        int_product(131_072)
+    weights_alone = CliRunner().invoke(cli.root, [*words, "--dry-run", "--json"])
+    assert weights_alone.exit_code == 0, weights_alone.output
+
+
+def int_product(k: int) -> Any:
+    """Multiply one row of codes with a weight of k rows."""
+    codes, scales = torch.zeros(1, k, dtype=torch.int8), torch.ones(1)
+    weight, weight_scales = torch.zeros(k // 16, 128, dtype=torch.int32), torch.ones(1, 64).half()
+    order = int_tiles.int_order(None, 4, -1, 8)
+    return int_ops.int_gemm(codes, scales, weight, weight_scales, None, 4, 8, -1, order, k, torch.float16)
+
+
+def test_a_transform_of_more_than_the_largest_order_has_no_kernel() -> None:
+    for order, told in ((1 << 20, []), (1 << 21, ["at most 1048576 input features"])):
+        records = Online((Hadamard("mlp_mid", order, ((order, "sylvester"),), order),))
+        at = mock.Mock(sites={"down": "mlp_mid"}, linears={"down": Linear(order)}, head_sizes={64})
+        found = list(without_kernel(records, Settings(16, 16), at))
+        assert [p.expected for p in found] == told
+        key = f"{order}:{order}-sylvester"
+        assert (refusal(lambda key=key: Transform.of(key)) is not None) is bool(told)  # type: ignore[misc]
+
+
+# Options -> site of the first expert that is refused, or None.
+EXPERTS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "4-bit activations": ({"act_bits": 4}, "w1"),
+    "4-bit cache": ({"kv_bits": 4}, None),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_in_16_bit_are_not_run_behind_quantizers(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more, leaf = EXPERTS[case]
+    plain = models.source("mixtral", tmp_path / "source", num_hidden_layers=1)
+    options = QuantizeOptions(method="rtn", group_size=64, **more)
+    ignore = ("re:.*experts.*",)
+    error = refusal(lambda: convert(plain, tmp_path / "first", quantize=options, ignore=ignore))
+    assert (error is not None) is (leaf is not None)
+    monkeypatch.setattr(limits, "_refuse_unrun", lambda planned: None)
+    convert(plain, tmp_path / "out", quantize=options, ignore=ignore)
+    loaded = refusal(lambda: w4pack.load(tmp_path / "out"))
+    (answer,) = check(tmp_path / "out", engines=["w4pack"])
+    assert answer["ok"] is (loaded is None) is (leaf is None)
+    if error is not None and loaded is not None:
+        assert (error.code, error.exit_code, error.hint) == ("online-experts", 3, "--act-bits 16")
+        assert str(error.where).endswith(f"experts.0.{leaf}")
+        assert loaded.to_json() == error.to_json()
+        assert refusal(lambda: w4pack.load(tmp_path / "out", act_bits=16)) is None
+
+
+def test_experts_of_several_schemes_are_refused_where_something_runs_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = models.source("mixtral", tmp_path / "source", num_hidden_layers=1)
+    mixed = ("re:.*experts.0.*=8",)
+    options = QuantizeOptions(method="rtn", group_size=64, act_bits=4, module_bits=mixed)
+    error = refusal(lambda: convert(plain, tmp_path / "no", quantize=options))
+    assert error is not None and (error.code, error.exit_code) == ("online-experts", 3)
+    assert str(error.where).endswith("experts.*.w1") and "4 bit g64 sym" in str(error.found)
+    convert(plain, tmp_path / "weights", quantize=replace(options, act_bits=16))
+    assert refusal(lambda: w4pack.load(tmp_path / "weights")) is None
+    monkeypatch.setattr(limits, "_refuse_unrun", lambda planned: None)
+    convert(plain, tmp_path / "out", quantize=options)
+    assert refusal(lambda: w4pack.load(tmp_path / "out")) is not None
 
 
 @pytest.mark.parametrize("found", ["no such tensor", "[3, 1, 64]"])
