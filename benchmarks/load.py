@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from w4pack.convert.files.tensorfile import index_json, new_tensor, plan_shards
+from w4pack.convert.files.shards import index_json, new_tensor, plan_shards
 from w4pack.kernels import linears, transfer
 from w4pack.kernels.artifact import Artifact, open_artifact
 from w4pack.kernels.chunks import GAP

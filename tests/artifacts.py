@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from w4pack.convert.files.tensorfile import TensorInfo, index_json, new_tensor, plan_shards
+from w4pack.convert.files.shards import index_json, new_tensor, plan_shards
+from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels.spec import LinearSpec
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from w4pack.convert.files import samples
-from w4pack.convert.files.tensorfile import Shard
+from w4pack.convert.files.shards import Shard
 from w4pack.convert.jobs.staging import reading_back, step, unread, write_all, writing
 from w4pack.convert.planning.plan import OutTensor, Plan
 

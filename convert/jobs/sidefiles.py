@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from w4pack.convert.files import tensorfile
 from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.shards import index_json
 from w4pack.convert.files.store import chunks
 from w4pack.convert.jobs import manifest
 from w4pack.convert.jobs.staging import step, write_all, write_file, writing
@@ -73,7 +73,7 @@ def write_rest(
     made = {"config.json": config_bytes(output_config(source_config, plan))}
     shards = plan.shards()
     if len(shards) > 1:
-        made["model.safetensors.index.json"] = tensorfile.index_json(shards)
+        made["model.safetensors.index.json"] = index_json(shards)
     if plan.target in TWO_SETTINGS and plan.quant_config is not None:
         made["quantize_config.json"] = config_bytes(plan.quant_config)
     for name, data in made.items():

@@ -18,9 +18,10 @@ from w4pack.convert import formats
 from w4pack.convert.core.quantlinear import GroupParams
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import Refused, VerifyError
-from w4pack.convert.files import tensorfile
 from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
 from w4pack.convert.files.local import LocalStore
+from w4pack.convert.files.shards import index_json, new_tensor
+from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.jobs import manifest, sidefiles, work
 from w4pack.convert.jobs.codes import CodeMap, CodeReader, blocks
 from w4pack.convert.jobs.identity import source_files
@@ -52,20 +53,20 @@ TARGET = "unpack"
 
 def unpack_plan(records: Records, checkpoint: Checkpoint, *, strict: bool) -> Plan:
     """Plan every tensor of the source's form. ``strict``: the plan holds the artifact's sha256."""
-    tensors: list[tensorfile.TensorInfo] = []
+    tensors: list[TensorInfo] = []
     groups: dict[str, str] = {}
     ops: list[Op] = []
     for item in records.dense:
         info = checkpoint.tensors[item.name]
-        tensors.append(tensorfile.new_tensor(item.source, info.dtype, item.source_shape))
+        tensors.append(new_tensor(item.source, info.dtype, item.source_shape))
         same = item.rows_from is None and tuple(item.source_shape) == info.shape
         ops.append(Op("copy" if same else "dense", item.name, (item.source,)))
     for gone in records.dropped:
-        tensors.append(tensorfile.new_tensor(gone.name, gone.dtype, gone.shape))
+        tensors.append(new_tensor(gone.name, gone.dtype, gone.shape))
         ops.append(Op("zeros", gone.name, (gone.name,)))
     for name, rec in records.layers.items():
         kept = (rec.codes, *rec.small)
-        tensors += [tensorfile.new_tensor(f"{rec.name}.{k.suffix}", k.dtype, k.shape) for k in kept]
+        tensors += [new_tensor(f"{rec.name}.{k.suffix}", k.dtype, k.shape) for k in kept]
         groups.update({f"{rec.name}.{k.suffix}": rec.name for k in kept} | {f"{rec.name}.bias": rec.name})
         ops.append(Op("layer", name, tuple(f"{rec.name}.{k.suffix}" for k in kept)))
     return Plan(
@@ -214,7 +215,7 @@ def unpack_source(source: Source, value: Mapping[str, Any], out: Path, running: 
     def write_rest(folder: Path, written: manifest.Written) -> None:
         shards = plan.shards()
         if len(shards) > 1:
-            write_file(folder / "model.safetensors.index.json", tensorfile.index_json(shards))
+            write_file(folder / "model.safetensors.index.json", index_json(shards))
         for name, text in records.configs.items():
             if name != "config.json":
                 write_file(folder / name, text.encode("utf-8", "surrogateescape"))

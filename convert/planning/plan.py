@@ -16,8 +16,8 @@ from w4pack.convert import dialects, formats
 from w4pack.convert.core import dtypes
 from w4pack.convert.core.facts import DenseFacts, LayerFacts, ModelFacts, Warning_
 from w4pack.convert.core.scheme import QuantScheme
-from w4pack.convert.files import tensorfile
-from w4pack.convert.files.tensorfile import Shard, TensorInfo, tensor_nbytes
+from w4pack.convert.files.shards import Shard, new_tensor, place, plan_shards
+from w4pack.convert.files.tensorfile import TensorInfo, tensor_nbytes
 from w4pack.convert.planning.decide import decide
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.limits import limits
@@ -154,7 +154,7 @@ class Plan:
             by_file.setdefault(t.shard, []).append(
                 TensorInfo(t.name, t.dtype, t.shape, t.shard, t.offset, t.nbytes)
             )
-        return [tensorfile.place(name, infos) for name, infos in by_file.items()]
+        return [place(name, infos) for name, infos in by_file.items()]
 
 
 def layer_specs(
@@ -178,7 +178,7 @@ def placed(
     tensors: list[TensorInfo], options: ConvertOptions, groups: Mapping[str, str]
 ) -> tuple[OutTensor, ...]:
     """Return where each tensor lies: shards of the size that is asked for, those of a group in one."""
-    shards = tensorfile.plan_shards(tensors, options.max_shard_size, groups)
+    shards = plan_shards(tensors, options.max_shard_size, groups)
     return tuple(
         OutTensor(i.name, i.dtype, i.shape, s.name, i.offset, i.nbytes) for s in shards for i in s.tensors
     )
@@ -202,10 +202,10 @@ def make_plan(
     for dense in decisions.dense:
         info = infos[dense.source]
         if dense.name in made:
-            tensors.append(tensorfile.new_tensor(dense.name, made[dense.name], dense.shape))
+            tensors.append(new_tensor(dense.name, made[dense.name], dense.shape))
             ops.append(Op("rotated", dense.name, (dense.name,)))
             continue
-        tensors.append(tensorfile.new_tensor(dense.name, info.dtype, dense.shape))
+        tensors.append(new_tensor(dense.name, info.dtype, dense.shape))
         kind: Literal["copy", "dense"] = "copy" if dense.is_copy and dense.shape == info.shape else "dense"
         ops.append(Op(kind, dense.source, (dense.name,)))
     for layer in decisions.layers:
@@ -214,7 +214,7 @@ def make_plan(
             layer, target.layout, dense_tag(source, layer, options)
         ).items():
             names.append(f"{layer.name}.{suffix}")
-            tensors.append(tensorfile.new_tensor(names[-1], dtype, shape))
+            tensors.append(new_tensor(names[-1], dtype, shape))
         groups.update(dict.fromkeys([*names, f"{layer.name}.bias"], layer.name))
         ops.append(Op("layer", layer.source, tuple(names)))
     outputs = placed(tensors, options, groups)

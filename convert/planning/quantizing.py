@@ -14,7 +14,7 @@ from w4pack.convert.core import families
 from w4pack.convert.core.facts import Warning_, bits_per_weight
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.errors import Refused, W4PackError
-from w4pack.convert.files import tensorfile
+from w4pack.convert.files.shards import new_tensor
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.limits import limits
@@ -144,13 +144,13 @@ def _outputs(
     groups: dict[str, str] = {}
     ops: list[Op] = []
     for item in dense:
-        tensors.append(tensorfile.new_tensor(item.name, model.infos[item.source].dtype, item.shape))
+        tensors.append(new_tensor(item.name, model.infos[item.source].dtype, item.shape))
         ops.append(Op("copy", item.source, (item.name,)))
     for layer in kept:
         names = []
         for suffix, (dtype, shape) in layer_specs(layer, layout, "").items():
             names.append(f"{layer.name}.{suffix}")
-            tensors.append(tensorfile.new_tensor(names[-1], dtype, shape))
+            tensors.append(new_tensor(names[-1], dtype, shape))
         groups.update(dict.fromkeys([*names, f"{layer.name}.bias"], layer.name))
         ops.append(Op("layer", layer.source, tuple(names)))
     return tensors, ops, groups

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from w4pack.convert.errors import Refused
-from w4pack.convert.files.tensorfile import TensorInfo, new_tensor, plan_shards
+from w4pack.convert.files.shards import new_tensor, plan_shards
+from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels import linears
 from w4pack.kernels.artifact import open_artifact
 from w4pack.kernels.linears import Cut

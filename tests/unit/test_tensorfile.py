@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from w4pack.convert.core.dtypes import DTYPES
 from w4pack.convert.errors import SourceError
 from w4pack.convert.files import tensorfile as t
+from w4pack.convert.files.shards import alignment, index_json, new_tensor, place, plan_shards
 
 
 def framed(header: bytes | str, data: bytes = b"") -> bytes:
@@ -317,7 +318,7 @@ def power_of(size: int) -> int:
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 6, 8, 24, 2048, 4096, 8192, 12288, 4098, 5 * 2**33])
 def test_alignment(size: int) -> None:
-    assert t.alignment(size) == power_of(size)
+    assert alignment(size) == power_of(size)
 
 
 def test_natural_order() -> None:
@@ -347,11 +348,11 @@ def test_natural_order_is_text_then_number_then_text(names: list[str]) -> None:
 
 def test_bytes_of_a_small_file() -> None:
     tensors = [
-        t.new_tensor("n.10", "F16", (3,)),
-        t.new_tensor("n.9", "F16", (3,)),
-        t.new_tensor("q", "I32", (4, 4)),
+        new_tensor("n.10", "F16", (3,)),
+        new_tensor("n.9", "F16", (3,)),
+        new_tensor("q", "I32", (4, 4)),
     ]
-    shard = t.place("model.safetensors", tensors)
+    shard = place("model.safetensors", tensors)
     text = (
         '{"__metadata__":{"format":"pt"},'
         '"q":{"dtype":"I32","shape":[4,4],"data_offsets":[0,64]},'
@@ -375,10 +376,10 @@ TENSORS = st.dictionaries(NAMES, st.tuples(TAGS, SHAPES), max_size=12)
 
 @given(TENSORS, st.randoms(use_true_random=False))
 def test_any_file_we_lay_out_is_read_by_the_library_and_aligned(made: dict[str, Any], random: Any) -> None:
-    tensors = [t.new_tensor(name, tag, shape) for name, (tag, shape) in made.items()]
-    shard = t.place("model.safetensors", tensors)
+    tensors = [new_tensor(name, tag, shape) for name, (tag, shape) in made.items()]
+    shard = place("model.safetensors", tensors)
     random.shuffle(tensors)
-    assert t.place("model.safetensors", tensors) == shard  # whatever order they came in
+    assert place("model.safetensors", tensors) == shard  # whatever order they came in
     blob = shard.header + bytes(shard.size - len(shard.header))
     assert len(shard.header) % 4096 == 0
     seen = {name: (info["dtype"], tuple(info["shape"])) for name, info in safetensors.deserialize(blob)}
@@ -390,12 +391,12 @@ def test_any_file_we_lay_out_is_read_by_the_library_and_aligned(made: dict[str, 
 
 @given(TENSORS, st.integers(0, 3), st.integers(1, 4000))
 def test_shards_hold_every_tensor_once_and_keep_the_limit(made: dict[str, Any], cut: int, limit: int) -> None:
-    tensors = [t.new_tensor(name, tag, shape) for name, (tag, shape) in made.items()]
+    tensors = [new_tensor(name, tag, shape) for name, (tag, shape) in made.items()]
     groups = {name: name[:cut] for name in made if cut}
-    shards = t.plan_shards(tensors, limit, groups)
+    shards = plan_shards(tensors, limit, groups)
     placed = [info for shard in shards for info in shard.tensors]
     assert sorted(info.name for info in placed) == sorted(made)
-    assert t.plan_shards(tensors[::-1], limit, groups) == shards
+    assert plan_shards(tensors[::-1], limit, groups) == shards
     total = {key: sum(i.nbytes for i in tensors if groups.get(i.name) == key) for key in set(groups.values())}
     for shard in shards:
         data = sum(info.nbytes for info in shard.tensors)
@@ -406,16 +407,16 @@ def test_shards_hold_every_tensor_once_and_keep_the_limit(made: dict[str, Any], 
 
 
 def test_names_of_shards_and_the_index() -> None:
-    tensors = [t.new_tensor(f"layers.{i}.w", "U8", (100,)) for i in (10, 9, 1)]
-    one = t.plan_shards(tensors, 300)
+    tensors = [new_tensor(f"layers.{i}.w", "U8", (100,)) for i in (10, 9, 1)]
+    one = plan_shards(tensors, 300)
     assert [shard.name for shard in one] == ["model.safetensors"]
-    shards = t.plan_shards(tensors, 250)
+    shards = plan_shards(tensors, 250)
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert [(s.name, [i.name for i in s.tensors]) for s in shards] == [
         (names[0], ["layers.1.w", "layers.9.w"]),
         (names[1], ["layers.10.w"]),
     ]
-    assert t.index_json(shards).decode() == (
+    assert index_json(shards).decode() == (
         '{\n  "metadata": {\n    "total_size": 300\n  },\n  "weight_map": {\n'
         f'    "layers.1.w": "{names[0]}",\n    "layers.9.w": "{names[0]}",\n    "layers.10.w": "{names[1]}"\n'
         "  }\n}\n"
@@ -424,45 +425,45 @@ def test_names_of_shards_and_the_index() -> None:
 
 def test_f43_a_tensor_above_the_limit_gets_a_shard_of_its_own() -> None:
     tensors = [
-        t.new_tensor("a", "F16", (2**30,)),
-        t.new_tensor("b", "F16", (6 * 2**30,)),
-        t.new_tensor("c", "F16", (1,)),
+        new_tensor("a", "F16", (2**30,)),
+        new_tensor("b", "F16", (6 * 2**30,)),
+        new_tensor("c", "F16", (1,)),
     ]
-    shards = t.plan_shards(tensors, 5 * 10**9)
+    shards = plan_shards(tensors, 5 * 10**9)
     assert [[i.name for i in shard.tensors] for shard in shards] == [["a"], ["b"], ["c"]]
     assert shards[1].name == "model-00002-of-00003.safetensors"
 
 
 def test_f43_two_hundred_gigabytes_of_headers_make_shards_of_the_limit() -> None:
     tensors = [
-        t.new_tensor(f"layers.{i}.mlp.{p}.qweight", "I32", (1024, 32768))
+        new_tensor(f"layers.{i}.mlp.{p}.qweight", "I32", (1024, 32768))
         for i in range(160)
         for p in "abcdefghij"
     ]
     groups = {info.name: info.name.rpartition(".")[0] for info in tensors}
     assert sum(info.nbytes for info in tensors) > 200 * 10**9
-    shards = t.plan_shards(tensors, 60 * 10**9, groups)
+    shards = plan_shards(tensors, 60 * 10**9, groups)
     assert len(shards) == 4
     assert all(shard.size - len(shard.header) <= 60 * 10**9 for shard in shards)
 
 
 def test_one_linear_stays_together() -> None:
     parts = {"qweight": 400, "scales": 40, "qzeros": 60}
-    tensors = [t.new_tensor(f"l.{i}.{part}", "U8", (size,)) for i in range(3) for part, size in parts.items()]
+    tensors = [new_tensor(f"l.{i}.{part}", "U8", (size,)) for i in range(3) for part, size in parts.items()]
     groups = {info.name: info.name.rpartition(".")[0] for info in tensors}
-    shards = t.plan_shards(tensors, 900, groups)
+    shards = plan_shards(tensors, 900, groups)
     assert [sorted({groups[i.name] for i in shard.tensors}) for shard in shards] == [
         ["l.0"],
         ["l.1"],
         ["l.2"],
     ]
-    loose = t.plan_shards(tensors, 900)
+    loose = plan_shards(tensors, 900)
     assert len(loose) == 2  # without groups a shard is filled to the limit
 
 
 def test_numpy_reads_what_was_laid_out(tmp_path: Any) -> None:
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
-    shard = t.place("model.safetensors", [t.new_tensor("x", "F32", (3, 4))])
+    shard = place("model.safetensors", [new_tensor("x", "F32", (3, 4))])
     path = tmp_path / shard.name
     path.write_bytes(shard.header + values.tobytes())
     assert (safetensors.numpy.load_file(path)["x"] == values).all()
