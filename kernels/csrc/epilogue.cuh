@@ -6,8 +6,8 @@
 
 template <class T> using Sums = float[T::WORDS][T::TOKEN_TILES][4];
 
-// Calls f(pair, token tile, the pair's sum of token 2t, of token 2t + 1) for every pair of a lane.
-template <class T, class F> DEVICE void each_pair(Sums<T> &sums, const F &f) {
+// Calls f(pair, token tile, the pair's sum of token 2t, of token 2t + 1) for every pair of a lane; sums of fp32 or int.
+template <class T, class S, class F> DEVICE void each_pair(S &sums, const F &f) {
 #pragma unroll
   for (int j = 0; j < T::WORDS; j++)
 #pragma unroll

@@ -30,17 +30,6 @@ template <class T> struct Exchange {
     return Epilogue<T>(p, 0, ptx::opaque(threadIdx.x)).partials_of(block);
   }
 
-  // Calls f(offset in a block's partial tile, the sum of token 2t, of token 2t + 1) for every pair of a lane.
-  template <class Part, class F> DEVICE static void each_pair(Part &part, const F &f) {
-#pragma unroll
-    for (int j = 0; j < T::WORDS; j++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int tile = 0; tile < T::TOKEN_TILES; tile++)
-          f(Epilogue<T>::partial_at(2 * j + half, tile), part[j][tile][2 * half], part[j][tile][2 * half + 1]);
-  }
-
   // Which blocks have the rest of a segment's tile: from the next one up to this one, which is not among them.
   DEVICE u32 end_of_others(const Segment &segment) const {
     const bool alone = segment.begin != 0 || segment.end == G::units(p);
@@ -55,9 +44,9 @@ template <class T> struct Exchange {
     if (there) there = ptx::load_acquire(flag(next));
     there = __all_sync(0xFFFFFFFFu, there != 0);  // every lane has seen it, and may read
     const u8 *const source = partials(next);
-    each_pair(part, [&](int at, int &a, int &b) {
+    each_pair<T>(part, [&](int pair, int tile, int &a, int &b) {
       a = b = 0;
-      ptx::load_8_if(there, source + at, a, b);
+      ptx::load_8_if(there, source + Epilogue<T>::partial_at(pair, tile), a, b);
     });
     taken = there != 0;
   }
@@ -78,15 +67,17 @@ template <class T> struct Exchange {
 
   DEVICE void add(IntSums<T> &part, u32 block) const {
     const u8 *const source = partials(block);
-    each_pair(part, [&](int at, int &a, int &b) {
-      const int2 v = __ldcg(reinterpret_cast<const int2 *>(source + at));
+    each_pair<T>(part, [&](int pair, int tile, int &a, int &b) {
+      const int2 v = __ldcg(reinterpret_cast<const int2 *>(source + Epilogue<T>::partial_at(pair, tile)));
       a += v.x, b += v.y;
     });
   }
 
   DEVICE void hand_over(const IntSums<T> &part) const {
     u8 *const target = partials(blockIdx.x);
-    each_pair(part, [&](int at, int a, int b) { __stcg(reinterpret_cast<int2 *>(target + at), make_int2(a, b)); });
+    each_pair<T>(part, [&](int pair, int tile, int a, int b) {
+      __stcg(reinterpret_cast<int2 *>(target + Epilogue<T>::partial_at(pair, tile)), make_int2(a, b));
+    });
     meet();
     if (threadIdx.x % 128 == 0) ptx::store_release(flag(blockIdx.x), 1);
   }
