@@ -178,8 +178,9 @@ template <class T> struct Epilogue {
   }
 };
 
-// A segment's sums are complete in the slots: add them up and hand over or store.
-template <class T> DEVICE void finish_segment(const Problem &p, Sums<T> &sums, const Segment &segment, u32 shared_sums) {
+// A segment's sums are complete in the slots: add them up and hand over, or call store(epilogue).
+template <class T, class Store>
+DEVICE void finish_segment(const Problem &p, Sums<T> &sums, const Segment &segment, u32 shared_sums, const Store &store) {
   const Epilogue<T> epilogue(p, shared_sums, ptx::opaque(threadIdx.x));
   epilogue.over_slots(sums);
   if (segment.begin != 0) {
@@ -187,5 +188,5 @@ template <class T> DEVICE void finish_segment(const Problem &p, Sums<T> &sums, c
     return;
   }
   if (segment.end != Grid<T>::units(p)) epilogue.collect(sums, blockIdx.x + 1, end_of_tile<T>(p, segment.tile));
-  epilogue.store(sums, segment);
+  store(epilogue);
 }

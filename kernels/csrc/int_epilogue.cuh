@@ -23,15 +23,9 @@ DEVICE void store_int_segment(const IntProblem &p, const Epilogue<T> &epilogue, 
 // A segment's sums are complete in the slots: add them up and hand over or store.
 template <class T>
 DEVICE void finish_int_segment(const IntProblem &p, Sums<T> &sums, const Segment &segment, u32 shared_sums) {
-  using G = Grid<T>;
-  const Epilogue<T> epilogue(p, shared_sums, ptx::opaque(threadIdx.x));
-  epilogue.over_slots(sums);
-  if (segment.begin != 0) {
-    epilogue.hand_over(sums, blockIdx.x);
-    return;
-  }
-  if (segment.end != G::units(p)) epilogue.collect(sums, blockIdx.x + 1, end_of_tile<T>(p, segment.tile));
-  store_int_segment<T>(p, epilogue, sums, segment, shared_sums);
+  finish_segment<T>(p, sums, segment, shared_sums, [&](const Epilogue<T> &epilogue) {
+    store_int_segment<T>(p, epilogue, sums, segment, shared_sums);
+  });
 }
 
 // Integer sums travel in the registers of fp32 ones.

@@ -71,20 +71,14 @@ template <class T> struct PairScaling : Scaling<T> {
 template <class T>
 DEVICE void finish_int_moe(const IntProblem &one, const MoeProblem &p, Sums<T> &sums, const Segment &segment,
                            u32 shared_sums) {
-  using G = Grid<T>;
-  const Epilogue<T> epilogue(p, shared_sums, ptx::opaque(threadIdx.x));
-  epilogue.over_slots(sums);
-  if (segment.begin != 0) {
-    epilogue.hand_over(sums, blockIdx.x);
-    return;
-  }
-  if (segment.end != G::units(p)) epilogue.collect(sums, blockIdx.x + 1, end_of_tile<T>(p, segment.tile));
-  const Place place = G::place(p, segment);
-  const int column0 = place.column_tile * T::TILE_N + epilogue.warp * T::WARP_N;
-  if (column0 >= p.n) return;  // the same for the whole warp
-  IntProblem of_expert = one;
-  of_expert.scales += static_cast<u64>(segment.expert) * Loader<T>::scale_bytes(p);
-  const PairScaling<T> scaling(of_expert, column0, place.token0, epilogue.lane);
-  scaling(sums, p.rows, G::token_end(p, segment));
-  epilogue.store(sums, segment);
+  finish_segment<T>(p, sums, segment, shared_sums, [&](const Epilogue<T> &epilogue) {
+    const Place place = Grid<T>::place(p, segment);
+    const int column0 = place.column_tile * T::TILE_N + epilogue.warp * T::WARP_N;
+    if (column0 >= p.n) return;  // the same for the whole warp
+    IntProblem of_expert = one;
+    of_expert.scales += static_cast<u64>(segment.expert) * Loader<T>::scale_bytes(p);
+    const PairScaling<T> scaling(of_expert, column0, place.token0, epilogue.lane);
+    scaling(sums, p.rows, Grid<T>::token_end(p, segment));
+    epilogue.store(sums, segment);
+  });
 }

@@ -180,5 +180,5 @@ template <class T> DEVICE void end_segment(const Problem &p, Sums<T> &sums, cons
   if constexpr (SHARING)
     share_segment<T>(p, sums, segment, shared_sums);
   else
-    finish_segment<T>(p, sums, segment, shared_sums);
+    finish_segment<T>(p, sums, segment, shared_sums, [&](const Epilogue<T> &end) { end.store(sums, segment); });
 }
