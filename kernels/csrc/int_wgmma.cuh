@@ -8,25 +8,13 @@ namespace wgmma {
 
 template <int TOKEN_TILES> struct IntProduct;
 
-#define INT_TILE_SUMS(I) "+r"(d[I][0]), "+r"(d[I][1]), "+r"(d[I][2]), "+r"(d[I][3])
-#define INT_SUMS_2 INT_TILE_SUMS(0), INT_TILE_SUMS(1)
-#define INT_SUMS_4 INT_SUMS_2, INT_TILE_SUMS(2), INT_TILE_SUMS(3)
-#define INT_SUMS_6 INT_SUMS_4, INT_TILE_SUMS(4), INT_TILE_SUMS(5)
-#define INT_SUMS_8 INT_SUMS_6, INT_TILE_SUMS(6), INT_TILE_SUMS(7)
-#define INT_SUMS_12 INT_SUMS_8, INT_TILE_SUMS(8), INT_TILE_SUMS(9), INT_TILE_SUMS(10), INT_TILE_SUMS(11)
-#define INT_SUMS_16 INT_SUMS_12, INT_TILE_SUMS(12), INT_TILE_SUMS(13), INT_TILE_SUMS(14), INT_TILE_SUMS(15)
-#define INT_SUMS_20 INT_SUMS_16, INT_TILE_SUMS(16), INT_TILE_SUMS(17), INT_TILE_SUMS(18), INT_TILE_SUMS(19)
-#define INT_SUMS_24 INT_SUMS_20, INT_TILE_SUMS(20), INT_TILE_SUMS(21), INT_TILE_SUMS(22), INT_TILE_SUMS(23)
-#define INT_SUMS_28 INT_SUMS_24, INT_TILE_SUMS(24), INT_TILE_SUMS(25), INT_TILE_SUMS(26), INT_TILE_SUMS(27)
-#define INT_SUMS_32 INT_SUMS_28, INT_TILE_SUMS(28), INT_TILE_SUMS(29), INT_TILE_SUMS(30), INT_TILE_SUMS(31)
-
 #define INT_PRODUCT(TILES, N, HALF, OPERAND_A, OPERAND_B)                                                              \
   template <> struct IntProduct<TILES> {                                                                               \
     /* ADD 0 overwrites d: the constant is the last operand */                                                         \
     template <int ADD> DEVICE static void run(int (&d)[TILES][4], const u32 (&a)[4], u64 b) {                          \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" LIST_##HALF "}, {" OPERAND_A "}, "         \
                    OPERAND_B ";"                                                                                       \
-                   : INT_SUMS_##TILES                                                                                  \
+                   : SUMS_##HALF("+r")                                                                                 \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD));                                    \
     }                                                                                                                  \
   };

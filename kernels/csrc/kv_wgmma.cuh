@@ -23,7 +23,7 @@ template <int TILES> struct Attention;
     asm volatile("{ .reg .pred p; setp.ne.u32 p, " C ", 0; "                                                           \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##HALF "}, " A ", " B        \
                  ", p, 1, 1, 0, 0; }"                                                                                  \
-                 : SUMS_##HALF                                                                                         \
+                 : SUMS_##HALF("+f")                                                                                   \
                  : "l"(a), "l"(b), "r"(more));                                                                         \
   }
 #define ATTENTION_PRODUCTS(TILES, N, HALF, A, B, C, D, E, F)                                                           \
@@ -36,14 +36,14 @@ template <int TILES> struct Attention;
       asm volatile("{ .reg .pred p; setp.ne.u32 p, " F ", 0; "                                                         \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" LIST_##HALF "}, {" A ", " B ", " C ", "  \
                    D "}, " E ", p, 1, 1, 0; }"                                                                         \
-                   : SUMS_##HALF                                                                                       \
+                   : SUMS_##HALF("+f")                                                                                 \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));                                   \
     }                                                                                                                  \
     /* d += a b, the rows of b are its sums' terms. */                                                                 \
     DEVICE static void values(float (&d)[TILES][4], const u32 (&a)[4], u64 b) {                                        \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" LIST_##HALF "}, {" A ", " B ", " C ", "  \
                    D "}, " E ", 1, 1, 1, 1;"                                                                           \
-                   : SUMS_##HALF                                                                                       \
+                   : SUMS_##HALF("+f")                                                                                 \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                              \
     }                                                                                                                  \
   };

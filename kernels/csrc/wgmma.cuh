@@ -57,43 +57,45 @@ template <int ACT, int TOKEN_TILES> struct Product;
 #define LIST_15 LIST_14 ", " REGISTERS_14
 #define LIST_16 LIST_15 ", " REGISTERS_15
 #define LIST_24 LIST_1 ", %8, %9, %10, %11"  // 24 tokens: no whole number of halves
-#define TILE_SUMS(I) "+f"(d[I][0]), "+f"(d[I][1]), "+f"(d[I][2]), "+f"(d[I][3])
-#define SUMS_1 TILE_SUMS(0), TILE_SUMS(1)
-#define SUMS_2 SUMS_1, TILE_SUMS(2), TILE_SUMS(3)
-#define SUMS_3 SUMS_2, TILE_SUMS(4), TILE_SUMS(5)
-#define SUMS_4 SUMS_3, TILE_SUMS(6), TILE_SUMS(7)
-#define SUMS_5 SUMS_4, TILE_SUMS(8), TILE_SUMS(9)
-#define SUMS_6 SUMS_5, TILE_SUMS(10), TILE_SUMS(11)
-#define SUMS_7 SUMS_6, TILE_SUMS(12), TILE_SUMS(13)
-#define SUMS_8 SUMS_7, TILE_SUMS(14), TILE_SUMS(15)
-#define SUMS_9 SUMS_8, TILE_SUMS(16), TILE_SUMS(17)
-#define SUMS_10 SUMS_9, TILE_SUMS(18), TILE_SUMS(19)
-#define SUMS_11 SUMS_10, TILE_SUMS(20), TILE_SUMS(21)
-#define SUMS_12 SUMS_11, TILE_SUMS(22), TILE_SUMS(23)
-#define SUMS_13 SUMS_12, TILE_SUMS(24), TILE_SUMS(25)
-#define SUMS_14 SUMS_13, TILE_SUMS(26), TILE_SUMS(27)
-#define SUMS_15 SUMS_14, TILE_SUMS(28), TILE_SUMS(29)
-#define SUMS_16 SUMS_15, TILE_SUMS(30), TILE_SUMS(31)
-#define SUMS_24 SUMS_1, TILE_SUMS(2)
+#define TILE_SUMS(HOW, I) HOW(d[I][0]), HOW(d[I][1]), HOW(d[I][2]), HOW(d[I][3])  // HOW: "+f", "=f", "+r"
+#define SUMS_1(HOW) TILE_SUMS(HOW, 0), TILE_SUMS(HOW, 1)
+#define SUMS_2(HOW) SUMS_1(HOW), TILE_SUMS(HOW, 2), TILE_SUMS(HOW, 3)
+#define SUMS_3(HOW) SUMS_2(HOW), TILE_SUMS(HOW, 4), TILE_SUMS(HOW, 5)
+#define SUMS_4(HOW) SUMS_3(HOW), TILE_SUMS(HOW, 6), TILE_SUMS(HOW, 7)
+#define SUMS_5(HOW) SUMS_4(HOW), TILE_SUMS(HOW, 8), TILE_SUMS(HOW, 9)
+#define SUMS_6(HOW) SUMS_5(HOW), TILE_SUMS(HOW, 10), TILE_SUMS(HOW, 11)
+#define SUMS_7(HOW) SUMS_6(HOW), TILE_SUMS(HOW, 12), TILE_SUMS(HOW, 13)
+#define SUMS_8(HOW) SUMS_7(HOW), TILE_SUMS(HOW, 14), TILE_SUMS(HOW, 15)
+#define SUMS_9(HOW) SUMS_8(HOW), TILE_SUMS(HOW, 16), TILE_SUMS(HOW, 17)
+#define SUMS_10(HOW) SUMS_9(HOW), TILE_SUMS(HOW, 18), TILE_SUMS(HOW, 19)
+#define SUMS_11(HOW) SUMS_10(HOW), TILE_SUMS(HOW, 20), TILE_SUMS(HOW, 21)
+#define SUMS_12(HOW) SUMS_11(HOW), TILE_SUMS(HOW, 22), TILE_SUMS(HOW, 23)
+#define SUMS_13(HOW) SUMS_12(HOW), TILE_SUMS(HOW, 24), TILE_SUMS(HOW, 25)
+#define SUMS_14(HOW) SUMS_13(HOW), TILE_SUMS(HOW, 26), TILE_SUMS(HOW, 27)
+#define SUMS_15(HOW) SUMS_14(HOW), TILE_SUMS(HOW, 28), TILE_SUMS(HOW, 29)
+#define SUMS_16(HOW) SUMS_15(HOW), TILE_SUMS(HOW, 30), TILE_SUMS(HOW, 31)
+#define SUMS_24(HOW) SUMS_1(HOW), TILE_SUMS(HOW, 2)
 
-// `run` adds to d; `start` overwrites it: what d held does not matter, and need not be set.
-#define WGMMA_ISSUE(TYPE, N, HALF, OPERAND_A, OPERAND_B, KEEP)                                                          \
+// `run` adds to d; `start` overwrites it, and says so: what d held before takes no registers. A line of B in shared memory
+// is a token's, or, ACROSS it, one term of every token's sums.
+#define WGMMA_ISSUE(TYPE, N, HALF, OPERAND_A, OPERAND_B, KEEP, ACROSS, SUMS)                                           \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##HALF "}, {" OPERAND_A       \
-               "}, " OPERAND_B ", " KEEP ", 1, 1, 0;"                                                                   \
-               : SUMS_##HALF                                                                                           \
+               "}, " OPERAND_B ", " KEEP ", 1, 1, " ACROSS ";"                                                         \
+               : SUMS                                                                                                  \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define WGMMA_PRODUCT(ACT, TYPE, TILES, N, HALF, OPERAND_A, OPERAND_B)                                                   \
-  template <> struct Product<ACT, TILES> {                                                                             \
+#define WGMMA_PRODUCT(NAME, ACROSS, ACT, TYPE, TILES, N, HALF, OPERAND_A, OPERAND_B)                                   \
+  template <> struct NAME<ACT, TILES> {                                                                                \
     DEVICE static void run(float (&d)[TILES][4], const u32 (&a)[4], u64 b) {                                           \
-      WGMMA_ISSUE(TYPE, N, HALF, OPERAND_A, OPERAND_B, "1");                                                            \
+      WGMMA_ISSUE(TYPE, N, HALF, OPERAND_A, OPERAND_B, "1", ACROSS, SUMS_##HALF("+f"));                                \
     }                                                                                                                  \
     DEVICE static void start(float (&d)[TILES][4], const u32 (&a)[4], u64 b) {                                         \
-      WGMMA_ISSUE(TYPE, N, HALF, OPERAND_A, OPERAND_B, "0");                                                            \
+      WGMMA_ISSUE(TYPE, N, HALF, OPERAND_A, OPERAND_B, "0", ACROSS, SUMS_##HALF("=f"));                                \
     }                                                                                                                  \
   };
-#define WGMMA_PRODUCTS(TILES, N, HALF, OPERAND_A, OPERAND_B)         \
-  WGMMA_PRODUCT(FP16, "f16", TILES, N, HALF, OPERAND_A, OPERAND_B)  \
-  WGMMA_PRODUCT(BF16, "bf16", TILES, N, HALF, OPERAND_A, OPERAND_B)
+#define WGMMA_PRODUCTS_OF(NAME, ACROSS, TILES, N, HALF, OPERAND_A, OPERAND_B)         \
+  WGMMA_PRODUCT(NAME, ACROSS, FP16, "f16", TILES, N, HALF, OPERAND_A, OPERAND_B)     \
+  WGMMA_PRODUCT(NAME, ACROSS, BF16, "bf16", TILES, N, HALF, OPERAND_A, OPERAND_B)
+#define WGMMA_PRODUCTS(...) WGMMA_PRODUCTS_OF(Product, "0", __VA_ARGS__)
 
 WGMMA_PRODUCTS(2, 16, 1, "%8, %9, %10, %11", "%12")
 WGMMA_PRODUCTS(3, 24, 24, "%12, %13, %14, %15", "%16")
