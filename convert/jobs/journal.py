@@ -16,7 +16,7 @@ from typing import Any
 
 from w4pack import __version__
 from w4pack.convert.errors import OutputError, Refused
-from w4pack.convert.jobs.staging import step, write_all, writing
+from w4pack.convert.jobs.writing import step, write_all, writing
 from w4pack.convert.planning.options import as_given
 from w4pack.convert.planning.plan import Plan, SourceFile
 from w4pack.convert.planning.record import to_plain

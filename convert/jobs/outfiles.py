@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from w4pack.convert.files import samples
 from w4pack.convert.files.shards import Shard
-from w4pack.convert.jobs.staging import reading_back, step, unread, write_all, writing
+from w4pack.convert.jobs.writing import reading_back, step, unread, write_all, writing
 from w4pack.convert.planning.plan import OutTensor, Plan
 
 HASH_CHUNK = 1 << 20  # bytes read back at a time for hashing: hashed while they are in the L2 cache

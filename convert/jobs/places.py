@@ -11,7 +11,8 @@ from w4pack.convert.jobs import journal
 from w4pack.convert.jobs.complete import finished_plan, refuse_other_source
 from w4pack.convert.jobs.identity import folder_of
 from w4pack.convert.jobs.running import Running
-from w4pack.convert.jobs.staging import Staging, check_apart, existing_parent
+from w4pack.convert.jobs.staging import Staging, check_apart
+from w4pack.convert.jobs.writing import existing_parent
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan
 

@@ -14,7 +14,7 @@ from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.shards import index_json
 from w4pack.convert.files.store import chunks
 from w4pack.convert.jobs import manifest
-from w4pack.convert.jobs.staging import step, write_all, write_file, writing
+from w4pack.convert.jobs.writing import step, write_all, write_file, writing
 from w4pack.convert.planning.plan import Plan, output_config
 
 CARD = "README.md"

@@ -39,8 +39,8 @@ from w4pack.convert.jobs.rebuild import (
 from w4pack.convert.jobs.records import DenseRecord, Records, records_of
 from w4pack.convert.jobs.running import Running
 from w4pack.convert.jobs.staged import run_plan
-from w4pack.convert.jobs.staging import write_file
 from w4pack.convert.jobs.verify import refuse_damaged
+from w4pack.convert.jobs.writing import write_file
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Op, OutTensor, Plan, placed
 from w4pack.convert.source import orders

@@ -11,7 +11,7 @@ from typing import Any
 from w4pack.convert.dialects import recorded
 from w4pack.convert.dialects.online import parse
 from w4pack.convert.jobs import manifest, sidefiles
-from w4pack.convert.jobs.staging import write_file
+from w4pack.convert.jobs.writing import write_file
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import FORMAT_VERSION, Plan
 from w4pack.convert.planning.quantize_options import CALIBRATED, QuantizeOptions
