@@ -13,7 +13,8 @@ from typing import Any
 
 from w4pack.convert.dialects import Claims
 from w4pack.convert.dialects import w4pack as dialect
-from w4pack.convert.dialects.online import Online, parse
+from w4pack.convert.dialects.online import Online
+from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.errors import Refused, SourceError, W4PackError, quantize_hint
 from w4pack.convert.files.checkpoint import CONFIG, QUANT_CONFIGS, Checkpoint, open_checkpoint
 from w4pack.convert.files.jsonfile import read_object

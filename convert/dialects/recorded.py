@@ -13,7 +13,8 @@ from dataclasses import asdict
 from typing import Any
 
 from w4pack.convert.core.scheme import WIDE
-from w4pack.convert.dialects.online import ACT_SITES, Online, parse
+from w4pack.convert.dialects.online import ACT_SITES, Online
+from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.errors import SourceError, VerifyError, W4PackError
 
 FINGERPRINT = "online"  # in the manifest's object ``quantization``

@@ -11,7 +11,7 @@ from typing import Any
 from w4pack.convert.core.families import natural_key
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.dialects import Claims, ModuleClaim, TargetModel, reading
-from w4pack.convert.dialects.online import parse
+from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.dialects.rules import common_scheme
 from w4pack.convert.errors import Refused, W4PackError
 

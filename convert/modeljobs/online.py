@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from w4pack.convert.core.scheme import WIDE
-from w4pack.convert.dialects.online import Hadamard, KVQuant, Online, parse
+from w4pack.convert.dialects.online import Hadamard, KVQuant, Online
+from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.errors import Refused
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.online import model_of

@@ -17,7 +17,7 @@ import torch
 from w4pack.convert.core import families
 from w4pack.convert.core.facts import Warning_
 from w4pack.convert.core.families import natural_key
-from w4pack.convert.dialects.online import parse
+from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.events import Reporter, warning_fields
 from w4pack.convert.files.provider import Provider
 from w4pack.convert.jobs import execute

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from w4pack.convert.dialects import recorded
-from w4pack.convert.dialects.online import parse
+from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.jobs import manifest, sidefiles
 from w4pack.convert.jobs.writing import write_file
 from w4pack.convert.planning.options import ConvertOptions

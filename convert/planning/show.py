@@ -8,7 +8,7 @@ from typing import Any
 
 from w4pack.convert.core import dtypes
 from w4pack.convert.core.facts import ModelFacts, Warning_
-from w4pack.convert.dialects.online import parse
+from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.errors import name_some
 from w4pack.convert.events import size_text, time_text, warning_fields
 from w4pack.convert.planning.decisions import LayerPlan

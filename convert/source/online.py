@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from w4pack.convert.core.facts import DenseFacts, ModelFacts, Warning_
-from w4pack.convert.dialects.online import Online, misfit, parse
+from w4pack.convert.dialects.online import Online, misfit
+from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.dialects.recorded import changed
 from w4pack.convert.errors import W4PackError
 from w4pack.convert.files.described import manifest_head

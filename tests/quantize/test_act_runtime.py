@@ -15,7 +15,7 @@ from rotate import tiny
 
 from quantize import sources
 from runner import Run, run
-from w4pack.convert.dialects.online import parse
+from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.errors import Refused, UsageError
 from w4pack.convert.files.provider import CheckpointProvider
 from w4pack.convert.modeljobs import prepared, quantizerun

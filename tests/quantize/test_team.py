@@ -14,7 +14,8 @@ import torch
 
 from quantize.test_outputs import FEW, manifest, quantize, tree
 from runner import run
-from w4pack.convert.dialects.online import ACT_SITES, parse
+from w4pack.convert.dialects.online import ACT_SITES
+from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.errors import UsageError, W4PackError
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.dialects import ModuleClaim, TargetModel, awq, compressed_tensors, gptq, recorded, w4pack
-from w4pack.convert.dialects.online import parse
+from w4pack.convert.dialects.online_reading import parse
 
 DOWN = "model.layers.0.mlp.down_proj"
 
