@@ -20,7 +20,8 @@ from w4pack.convert.jobs.identity import folder_of
 from w4pack.convert.jobs.running import CardMaker, OnPlan, Report, Running
 from w4pack.convert.opening import Where, opened
 from w4pack.convert.planning.options import ConvertOptions
-from w4pack.convert.planning.plan import Plan, planned_facts
+from w4pack.convert.planning.output import planned_facts
+from w4pack.convert.planning.plan import Plan
 from w4pack.convert.source.detect import Source, read_source
 from w4pack.convert.source.reading import DetectOptions, Evidence
 

@@ -79,7 +79,7 @@ def _plan_ahead(
     from w4pack.convert.jobs.places import check_place
     from w4pack.convert.jobs.running import check_device
     from w4pack.convert.planning.online import runs_online
-    from w4pack.convert.planning.plan import facts_of
+    from w4pack.convert.planning.output import facts_of
     from w4pack.convert.planning.quantizing import plan_quantization
     from w4pack.convert.planning.unquantized import as_recorded, unquantized
 

@@ -14,8 +14,10 @@ from w4pack.convert.jobs.places import check_place, check_resumed, settle_place,
 from w4pack.convert.jobs.recipe import ConvertRecipe
 from w4pack.convert.jobs.running import CardMaker, OnPlan, Report, Running
 from w4pack.convert.jobs.staged import Before, run_plan
+from w4pack.convert.planning.making import make_plan
 from w4pack.convert.planning.options import ConvertOptions
-from w4pack.convert.planning.plan import Plan, make_plan, planned_facts
+from w4pack.convert.planning.output import planned_facts
+from w4pack.convert.planning.plan import Plan
 from w4pack.convert.source.detect import Source
 
 

@@ -15,7 +15,8 @@ from w4pack.convert.files.shards import index_json
 from w4pack.convert.files.store import chunks
 from w4pack.convert.jobs import manifest
 from w4pack.convert.jobs.writing import step, write_all, write_file, writing
-from w4pack.convert.planning.plan import Plan, output_config
+from w4pack.convert.planning.output import output_config
+from w4pack.convert.planning.plan import Plan
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"

@@ -41,8 +41,9 @@ from w4pack.convert.jobs.running import Running
 from w4pack.convert.jobs.staged import run_plan
 from w4pack.convert.jobs.verify import refuse_damaged
 from w4pack.convert.jobs.writing import write_file
+from w4pack.convert.planning.making import placed
 from w4pack.convert.planning.options import ConvertOptions
-from w4pack.convert.planning.plan import Op, OutTensor, Plan, placed
+from w4pack.convert.planning.plan import Op, OutTensor, Plan
 from w4pack.convert.source import orders
 from w4pack.convert.source.detect import Source
 from w4pack.convert.source.layers import SourceLayer

@@ -16,8 +16,9 @@ from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.jobs import manifest
 from w4pack.convert.jobs.compare import Comparison, Failure, compare_files, first_difference
 from w4pack.convert.jobs.sidefiles import CARD, SOURCE_CARD, carried
+from w4pack.convert.planning.making import make_plan
 from w4pack.convert.planning.options import ConvertOptions
-from w4pack.convert.planning.plan import Plan, make_plan
+from w4pack.convert.planning.plan import Plan
 from w4pack.convert.source.detect import Source, read_source
 from w4pack.convert.source.reading import DetectOptions
 

@@ -22,7 +22,8 @@ from w4pack.convert.jobs.codes import Block, CodeMap, blocks
 from w4pack.convert.jobs.layerjob import LayerJob, column_map, fold_order
 from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.planning.decisions import DensePlan
-from w4pack.convert.planning.plan import Op, OutTensor, stored_size
+from w4pack.convert.planning.output import stored_size
+from w4pack.convert.planning.plan import Op, OutTensor
 from w4pack.convert.source.detect import Source
 
 DENSE_CODES = 1 << 20  # codes per dequantized block: 4 MiB of float32

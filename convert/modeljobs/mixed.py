@@ -18,7 +18,7 @@ from w4pack.convert.core import families
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import Refused, W4PackError
 from w4pack.convert.files.provider import Provider
-from w4pack.convert.planning.plan import packed_bytes
+from w4pack.convert.planning.output import packed_bytes
 from w4pack.convert.planning.targets import Target
 from w4pack.convert.quantize import grids
 

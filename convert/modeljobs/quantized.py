@@ -20,7 +20,8 @@ from w4pack.convert.modeljobs.modelrun import FINISHED, say
 from w4pack.convert.modeljobs.prepared import Prepared
 from w4pack.convert.modeljobs.quantizerun import QuantizeRun
 from w4pack.convert.modeljobs.rest import CardMaker, write_rest
-from w4pack.convert.planning.plan import Plan, facts_of
+from w4pack.convert.planning.output import facts_of
+from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.quantizing import plan_quantization
 from w4pack.convert.quantize.team import Team
 from w4pack.convert.source.detect import Source

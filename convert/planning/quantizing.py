@@ -18,17 +18,10 @@ from w4pack.convert.files.shards import new_tensor
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.limits import limits
+from w4pack.convert.planning.making import placed
 from w4pack.convert.planning.options import ConvertOptions
-from w4pack.convert.planning.plan import (
-    Op,
-    Plan,
-    SourceFile,
-    facts_of,
-    layer_specs,
-    packed_bytes,
-    placed,
-    target_settings,
-)
+from w4pack.convert.planning.output import facts_of, layer_specs, packed_bytes, target_settings
+from w4pack.convert.planning.plan import Op, Plan, SourceFile
 from w4pack.convert.planning.quantize_options import LEFT, QuantizeOptions, named_by, read_rule
 from w4pack.convert.planning.targets import TARGETS, Target
 

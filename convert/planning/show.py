@@ -218,7 +218,7 @@ def _lossless(plan: Plan) -> str:
 
 
 def _padded(event: Mapping[str, Any], packed: Iterable[Any], plan: Plan) -> str:
-    from w4pack.convert.planning.plan import stored_size
+    from w4pack.convert.planning.output import stored_size
 
     layout = TARGETS[plan.target].layout
     if layout is None:

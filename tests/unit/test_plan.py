@@ -11,8 +11,9 @@ import builders as b
 from w4pack.convert.errors import UsageError
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
+from w4pack.convert.planning.making import make_plan
 from w4pack.convert.planning.options import ConvertOptions
-from w4pack.convert.planning.plan import Plan, make_plan
+from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.record import from_plain
 from w4pack.convert.planning.targets import TARGETS, common_group, fitting_group
 from w4pack.convert.source.detect import Source, read_source
