@@ -37,6 +37,12 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+SMALL: dict[str, Any] = {  # what changes SIZES where a model is only run
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 128, "num_experts": 4}
 CONFIGS: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: tf.LlamaConfig(**SIZES),

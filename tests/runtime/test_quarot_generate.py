@@ -21,12 +21,6 @@ from w4pack.convert import convert  # noqa: E402
 from w4pack.convert.planning.quantize_options import QuantizeOptions  # noqa: E402
 from w4pack.kernels.hf.kv_cache import KVLayer  # noqa: E402
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 NEW, PAD = 6, 0
 MOST = 0.05  # of logits: sums of other shapes, and what they round; a lost token moves them by more than 1
 PAGE = 64  # tokens of a page: the longest prompt crosses its end while it is answered
@@ -44,13 +38,13 @@ FIXED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def online(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return w4pack.load(models.artifact("llama", tmp_path_factory.mktemp("online"), **SMALL))
+    return w4pack.load(models.artifact("llama", tmp_path_factory.mktemp("online"), **models.SMALL))
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     place = tmp_path_factory.mktemp("plain")
-    source = models.source("llama", place / "source", **SMALL)
+    source = models.source("llama", place / "source", **models.SMALL)
     convert(source, place / "out", quantize=QuantizeOptions(method="rtn", group_size=64))
     return w4pack.load(place / "out")
 

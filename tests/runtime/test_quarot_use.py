@@ -26,19 +26,13 @@ from w4pack.convert.errors import Refused, UsageError  # noqa: E402
 from w4pack.convert.planning.quantize_options import QuantizeOptions  # noqa: E402
 from w4pack.kernels.hf.kv_cache import KVLayer  # noqa: E402
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 PROMPT = torch.randint(3, 256, (2, 11), generator=torch.Generator().manual_seed(0))
 GREEDY: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.artifact("llama", tmp_path_factory.mktemp("llama"), **SMALL)
+    return models.artifact("llama", tmp_path_factory.mktemp("llama"), **models.SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +144,7 @@ def test_an_artifact_without_records_takes_no_bits(tmp_path: Path, out: Path) ->
 
 
 def test_what_the_converter_writes_runs(tmp_path: Path) -> None:
-    plain = models.source("llama", tmp_path / "source", **SMALL)
+    plain = models.source("llama", tmp_path / "source", **models.SMALL)
     options = QuantizeOptions(method="rtn", group_size=-1, act_bits=8, kv_bits=4, samples=2, seqlen=32)
     convert(plain, tmp_path / "out", rotate="full", quantize=options)
     made = w4pack.load(tmp_path / "out")
@@ -247,7 +241,7 @@ def test_another_attention_and_its_weights_are_refused(out: Path, model: Any) ->
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_sliding_windows(name: str, tmp_path: Path) -> None:
-    made = w4pack.load(models.artifact(name, tmp_path, **SMALL))
+    made = w4pack.load(models.artifact(name, tmp_path, **models.SMALL))
     tokens = PROMPT.repeat(1, 3)
     wanted = generated(made, tokens)
     assert torch.equal(generated(made, tokens, use_cache=False), wanted)
