@@ -76,22 +76,22 @@ CASES: dict[str, tuple[dict[str, int], list[str], dict[str, Any]]] = {
         ],
         {"mlp_mid": (128, 128, [[128, "sylvester"]])},
     ),
-    "6 heads, 90": (
+    "6 heads, 536": (
         {
-            "hidden_size": 90,
-            "intermediate_size": 90,
+            "hidden_size": 536,
+            "intermediate_size": 536,
             "num_attention_heads": 6,
             "num_key_value_heads": 3,
             "head_dim": 16,
         },
         [
-            "R1 90 = 2 (45 blocks), the whole model",
+            "R1 536 = 8 (67 blocks), the whole model",
             "HEADS 6 = 2 (3 blocks), the whole model",
-            "R4 90 = 2 (45 blocks), the whole model",
+            "R4 536 = 8 (67 blocks), the whole model",
             "warning: heads: expected one Hadamard matrix of order 6, found blocks of 2",
-            "warning: r4: expected one Hadamard matrix of order 90, found blocks of 2",
+            "warning: r4: expected one Hadamard matrix of order 536, found blocks of 8",
         ],
-        {"mlp_mid": (90, 2, [[2, "sylvester"]]), "attn_out": (6, 2, [[2, "sylvester"]])},
+        {"mlp_mid": (536, 8, [[8, "sylvester"]]), "attn_out": (6, 2, [[2, "sylvester"]])},
     ),
 }
 
