@@ -12,8 +12,7 @@
 //  2 bits 0 to 2 of a column: an 8 x 8 product in tf32; 3 the bits above: butterflies (hadamard_flat_steps.cuh)
 //  4 the largest |value|, one barrier, codes (hadamard_flat_codes.cuh)
 //
-// Sums are held in PARTS: halves of a row's columns (JOINED), or whole rows of their own. The product of the second runs
-// behind the butterflies of the first.
+// Sums are held of ROWS rows. The product of the second runs behind the butterflies of the first.
 // One barrier a turn: before it a warp has given its largest values and read its stage, behind it one thread asks for the
 // rows that come there next (hadamard_flat_rows.cuh). Behind an activation the next turn's rows are activated before it:
 // while products run if there are few blocks to fill that time, else behind the butterflies.
@@ -27,24 +26,23 @@
 constexpr u32 BARRIERS_AT = 512;  // behind the numbers of the warps
 constexpr u32 HEAD_BYTES = 1024;  // in front of what wants this alignment
 
-// 16-bit format; m; tiles of 8 columns of a part; parts; whether they are one row's; warpgroups; stages; whether columns are
-// transformed; shares of the columns, a warp's each; whether an activation may come before.
-template <int ACT_, u32 M_, u32 NT_, u32 PARTS_, bool JOINED_, u32 GROUPS_, u32 STAGES_, bool STEPS_, u32 SPLIT_, bool ACTS_>
+// 16-bit format; m; tiles of 8 columns of a warp; rows of a turn; warpgroups; stages; whether columns are transformed; shares
+// of the columns, a warp's each; whether an activation may come before.
+template <int ACT_, u32 M_, u32 NT_, u32 ROWS_, u32 GROUPS_, u32 STAGES_, bool STEPS_, u32 SPLIT_, bool ACTS_>
 struct Config {
   static constexpr int ACT = ACT_;
-  static constexpr u32 M = M_, NT = NT_, PARTS = PARTS_, GROUPS = GROUPS_, STAGES = STAGES_, SPLIT = SPLIT_;
-  static constexpr bool JOINED = JOINED_, STEPS = STEPS_, ACTS = ACTS_;
+  static constexpr u32 M = M_, NT = NT_, ROWS = ROWS_, GROUPS = GROUPS_, STAGES = STAGES_, SPLIT = SPLIT_;
+  static constexpr bool STEPS = STEPS_, ACTS = ACTS_;
   static constexpr u32 KT = (M + 15) / 16, MP = 16 * KT;  // tiles of 16 lines
   static constexpr u32 WARPS = 4 * GROUPS, THREADS = 32 * WARPS;
-  static constexpr u32 C = 8 * NT * SPLIT * (JOINED ? PARTS : 1), ROWS = JOINED ? 1 : PARTS;  // of x, a turn
+  static constexpr u32 C = 8 * NT * SPLIT;
   static constexpr u32 BLOCK_BYTES = 128 * MP, BLOCKS = (C + 63) / 64, ROW_BYTES = BLOCK_BYTES * BLOCKS;
   static constexpr u32 STAGE_BYTES = ROW_BYTES * ROWS;
   static constexpr u32 PIECE = NT > 16 ? 16 : NT, PIECES = NT / PIECE;  // tiles of one instruction
   static constexpr u32 LINES_BYTES = 64 * NT;                           // of eight lines of codes, a warp's
   static constexpr bool ACTS_FIRST = GROUPS > 1;                        // while products run
   static_assert(NT % PIECE == 0 && NT % 4 == 0, "whole instructions and blocks of 32");
-  static_assert(SPLIT == 1 ? KT <= 4 * GROUPS : KT * SPLIT == WARPS && PARTS == 1 && !STEPS, "each warp has its own sums");
-  static_assert(!JOINED || PARTS == 1 || (PARTS == 2 && 8 * NT % 64 == 0 && STEPS), "halves begin with a block, and join");
+  static_assert(SPLIT == 1 ? KT <= 4 * GROUPS : KT * SPLIT == WARPS && ROWS == 1 && !STEPS, "each warp has its own sums");
   static_assert(STAGES >= 2 && STAGES <= 8 && 16 * ROWS * WARPS <= BARRIERS_AT, "the head's places");
 
   // The 16 lines of H_m^T x that a warp takes. Warps without lines do nothing: so that those of the blocks of one
@@ -76,11 +74,10 @@ template <class T> struct Flat {
     return q.bits == 16 ? 2 * N : q.order == S64 ? N / 2 : N;
   }
 
-  // Step 1 of a part, which runs on.
-  DEVICE void start(Sums &d, u32 part, u32 stage) const {
+  // Step 1 of a row, which runs on.
+  DEVICE void start(Sums &d, u32 row, u32 stage) const {
     if constexpr (T::SPLIT > 1) return multiply(d, stage);
-    const u32 from = in.stage(stage) + part * (T::JOINED ? T::NT / 8 * T::BLOCK_BYTES : T::ROW_BYTES);
-    const u64 block = wgmma::descriptor_across(from, T::BLOCK_BYTES);
+    const u64 block = wgmma::descriptor_across(in.stage(stage) + row * T::ROW_BYTES, T::BLOCK_BYTES);
     wgmma::fence();
 #pragma unroll
     for (u32 p = 0; p < T::PIECES; p++) {
@@ -109,21 +106,21 @@ template <class T> struct Flat {
     }
   }
 
-  // Steps 2 and 3 of each part, when its product is there: all bits but the last of a row.
-  template <u32 P = 0> DEVICE void transform(Sums (&d)[T::PARTS], float (&sums)[T::PARTS], bool busy) const {
-    if constexpr (P < T::PARTS) {
+  // Steps 2 and 3 of each row, when its product is there: all bits but the last.
+  template <u32 R = 0> DEVICE void transform(Sums (&d)[T::ROWS], float (&sums)[T::ROWS], bool busy) const {
+    if constexpr (R < T::ROWS) {
       if constexpr (T::SPLIT == 1) {
-        wgmma::wait<T::PARTS - 1 - P>();
-        wgmma::hold(d[P]);
+        wgmma::wait<T::ROWS - 1 - R>();
+        wgmma::hold(d[R]);
       }
       if (busy) {
-        if (in.activation == ACT_NORM) sums[P] = flat::squares(d[P]);
+        if (in.activation == ACT_NORM) sums[R] = flat::squares(d[R]);
         if constexpr (T::STEPS) {
-          low_bits.apply(d[P]);
-          flat::high_bits<T::PARTS == 2 && T::JOINED>(d[P]);
+          low_bits.apply(d[R]);
+          flat::high_bits(d[R]);
         }
       }
-      transform<P + 1>(d, sums, busy);
+      transform<R + 1>(d, sums, busy);
     }
   }
 
@@ -136,13 +133,9 @@ template <class T> struct Flat {
     if (lane == 0) of_row(odd, r)[at] = most, of_row(odd, r)[T::WARPS + at] = sum;
   }
   // The last bit, and the largest values.
-  DEVICE void publish_all(u32 odd, Sums (&d)[T::PARTS], const float (&sums)[T::PARTS]) const {
-    if constexpr (T::JOINED && T::PARTS == 2) {
-      publish(odd, 0, flat::join<T::NT>(d[0], d[1]), sums[0] + sums[1]);
-    } else {
+  DEVICE void publish_all(u32 odd, Sums (&d)[T::ROWS], const float (&sums)[T::ROWS]) const {
 #pragma unroll
-      for (u32 p = 0; p < T::PARTS; p++) publish(odd, p, flat::last_bit<T::STEPS>(d[p]), sums[p]);
-    }
+    for (u32 r = 0; r < T::ROWS; r++) publish(odd, r, flat::last_bit<T::STEPS>(d[r]), sums[r]);
   }
 
   DEVICE float row_factor(const float *sums) const {
@@ -160,19 +153,13 @@ template <class T> struct Flat {
     if (first && q.bits != 16 && row < in.rows) q.scales[row] = scale.scale;
     return scale;
   }
-  DEVICE void write(const Sums &d, const hadamard::RowScale &scale, u32 row, u32 part) const {
+  DEVICE void write(const Sums &d, const hadamard::RowScale &scale, u32 row) const {
     u8 *const to = q.out + ptx::opaque(row) * row_bytes();
-    hadamard::for_mode(q, flat::Writer<T>{d, scale, q, part, to, row < in.rows, lines()});
+    hadamard::for_mode(q, flat::Writer<T>{d, scale, q, T::share(), to, row < in.rows, lines()});
   }
-  DEVICE void write_all(u32 odd, const Sums (&d)[T::PARTS], u32 turn) const {
-    if constexpr (T::JOINED) {
-      const hadamard::RowScale scale = scale_of(turn, odd, 0);
+  DEVICE void write_all(u32 odd, const Sums (&d)[T::ROWS], u32 turn) const {
 #pragma unroll
-      for (u32 p = 0; p < T::PARTS; p++) write(d[p], scale, turn, p + T::share());
-    } else {
-#pragma unroll
-      for (u32 p = 0; p < T::PARTS; p++) write(d[p], scale_of(turn * T::ROWS + p, odd, p), turn * T::ROWS + p, 0);
-    }
+    for (u32 r = 0; r < T::ROWS; r++) write(d[r], scale_of(turn * T::ROWS + r, odd, r), turn * T::ROWS + r);
   }
 
   DEVICE void run(u32 turn) const {
@@ -180,7 +167,7 @@ template <class T> struct Flat {
     const bool busy = 16 * T::tile() < T::M;
     if (turn >= turns) return;
     in.begin(turn);
-    Sums d[T::PARTS];
+    Sums d[T::ROWS];
     // A turn's codes are written at the head of the loop, before the next products start: sums that are on their way may
     // not be carried over its end, and nothing but their products may touch any of them until they have come.
     u32 stage = 0, phase = 0, before = turn;
@@ -191,9 +178,9 @@ template <class T> struct Flat {
       const bool last = stage + 1 == places, more = turn + gridDim.x < turns;
       if (!in.acts()) in.wait(stage, phase);
 #pragma unroll
-      for (u32 p = 0; p < T::PARTS; p++) start(d[p], p, stage);
+      for (u32 r = 0; r < T::ROWS; r++) start(d[r], r, stage);
       if (T::ACTS_FIRST && in.acts() && more) in.activate(last ? 0 : stage + 1, phase ^ last);
-      float sums[T::PARTS];
+      float sums[T::ROWS];
       transform(d, sums, busy);
       if (busy) publish_all(odd, d, sums);
       if (!T::ACTS_FIRST && in.acts() && more) in.activate(last ? 0 : stage + 1, phase ^ last);
@@ -214,6 +201,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUP_COUNT, RESIDENT)
             reinterpret_cast<float *>(memory), flat::LowBits(threadIdx.x % 32, rows >> 31)};
 
   ptx::launch_dependents();
+  if (threadIdx.x == 0) ptx::prefetch_map(&x);
   for (u32 i = threadIdx.x; i < 4 * T::ROWS * T::WARPS; i += T::THREADS) f.numbers[i] = 0.0f;
   f.in.init();
 #pragma unroll

@@ -100,12 +100,12 @@ template <u32 PIECES> struct Lines {
   }
 };
 
-// Writes what a warp holds of a part of a row; T is the kernel's Config.
+// Writes what a warp holds of a row, its share of the columns; T is the kernel's Config.
 template <class T> struct Writer {
   const float (&d)[T::NT][4];
   const hadamard::RowScale &scale;
   const Quantizer &q;
-  u32 part;
+  u32 share;
   u8 *row;
   bool exists;
   u32 lines_at;  // shared address: eight lines of this warp's
@@ -134,7 +134,7 @@ template <class T> struct Writer {
   template <int MODE, class Code> DEVICE void write_lines(const Code &code) const {
     constexpr u32 BLOCKS = T::NT / 4, BYTES = hadamard::block_bytes(MODE), PITCH = T::C / 32 * BYTES;
     const u32 lane = ptx::opaque(threadIdx.x) % 32, first = 16 * T::tile();
-    u8 *const to = row + first * PITCH + part * (BLOCKS * BYTES);
+    u8 *const to = row + first * PITCH + share * (BLOCKS * BYTES);
     const u32 left = exists ? T::M - first : 0;  // lines
     if constexpr (MODE == NATURAL || MODE == hadamard::WIDE) {
       const u32 line = lane / 4, t = lane % 4;

@@ -95,31 +95,30 @@ DEVICE float most_of(const float (&c)[4]) {
   return hadamard::max_abs(hadamard::max_abs(c[0], c[1]), hadamard::max_abs(c[2], c[3]));
 }
 
-// The highest bit of what lies in two halves. Returns the largest |value|.
-template <u32 HALF> DEVICE float join(float (*d)[4], float (*e)[4]) {
+// The highest bit of a tile's number. Returns the largest |value|.
+template <u32 NT> DEVICE float highest_bit(float (&d)[NT][4]) {
   float chains[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-  for (u32 i = 0; i < HALF; i++)
+  for (u32 i = 0; i < NT / 2; i++)
 #pragma unroll
-    for (u32 c = 0; c < 4; c++) {
-      const float u = d[i][c], v = e[i][c];
-      chains[c] = most_of_pair(chains[c], u, v);
-      d[i][c] = u + v, e[i][c] = u - v;
+    for (u32 e = 0; e < 4; e++) {
+      const float u = d[i][e], v = d[i + NT / 2][e];
+      chains[e] = most_of_pair(chains[e], u, v);
+      d[i][e] = u + v, d[i + NT / 2][e] = u - v;
     }
   return most_of(chains);
 }
 
-// The bits of a column above 2, which are a tile's number: all but the highest, or all.
-template <bool ALL, u32 NT> DEVICE void high_bits(float (&d)[NT][4]) {
+// The bits of a column above 2, which are a tile's number: all but the highest.
+template <u32 NT> DEVICE void high_bits(float (&d)[NT][4]) {
 #ifdef SIGNS
   static_assert(NT == 12, "one tile apart");
   twelve<1>(d);
 #else
   butterflies<1>(d);
   butterflies<2>(d);
-  if constexpr (NT > 8 || ALL) butterflies<4>(d);
-  if constexpr (NT > 16 || (NT == 16 && ALL)) butterflies<8>(d);
-  if constexpr (NT == 32 && ALL) butterflies<16>(d);
+  if constexpr (NT > 8) butterflies<4>(d);
+  if constexpr (NT > 16) butterflies<8>(d);
 #endif
 }
 
@@ -135,7 +134,7 @@ template <u32 NT> DEVICE float squares(const float (&d)[NT][4]) {
 // The highest bit of a tile's number, if there is one that STEPS left. Returns the largest |value|.
 template <bool STEPS, u32 NT> DEVICE float last_bit(float (&d)[NT][4]) {
 #ifndef SIGNS
-  if constexpr (STEPS) return join<NT / 2>(d, d + NT / 2);
+  if constexpr (STEPS) return highest_bit(d);
 #endif
   float chains[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll

@@ -6,6 +6,7 @@
 template <class T> struct MmaUnit {
   const Problem &p;
   const Lane<T> lane;
+  static constexpr int UNIT_SHIFT = SMALLEST_GROUP_SHIFT + (T::CHECKS > 2 ? 2 : 1);  // groups of a whole unit and more
   const u32 x_row, x_row_bits;  // this lane's row address for ldmatrix, and its swizzle
 
   DEVICE MmaUnit(const Problem &problem, int warp, int lane_)
@@ -32,6 +33,7 @@ template <class T> struct MmaUnit {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       u32 w[T::WORDS * T::VECTORS];
+      if (T::ZEROS) __syncwarp();  // see `group`
       lane.words(w, stage, 2 * check + i);
 #pragma unroll
       for (int j = 0; j < T::WORDS; j++) {
@@ -50,15 +52,12 @@ template <class T> struct MmaUnit {
   }
 
   // The scales are read late: held through the products they would cost four registers.
-  DEVICE void add_scaled(Sums<T> &sums, Sums<T> &part, u32 stage, int row) const {
+  DEVICE void add_scaled(Sums<T> &sums, const Sums<T> &part, u32 stage, int row) const {
     u32 s[T::WORDS];
     float f[T::WORDS][2];
     lane.scales(s, stage, row);
     scales_as_float<T>(f, s, p.scales_bf16);
-    each_sum<T>([&](int j, int tile, int i) {
-      sums[j][tile][i] += f[j][i / 2] * part[j][tile][i];
-      part[j][tile][i] = 0.0f;
-    });
+    each_sum<T>([&](int j, int tile, int i) { sums[j][tile][i] += f[j][i / 2] * part[j][tile][i]; });
   }
 
   DEVICE void columns(u32 (&scale)[T::WORDS][2], Zero<T::ACT, T::BITS> (&z)[T::WORDS][2], u32 stage, int row) const {
@@ -70,27 +69,41 @@ template <class T> struct MmaUnit {
     }
   }
 
-  DEVICE void operator()(Sums<T> &sums, u32 stage) const {
+  // The rows of one group, CHECKS times 32; `row` of the stage's scales. Meeting costs a warp nothing here: it keeps the
+  // compiler from loading what comes next before this is done, for which there are no registers.
+  template <int CHECKS> DEVICE void group(Sums<T> &sums, u32 stage, int row) const {
     u32 scale[T::WORDS][2];
     Zero<T::ACT, T::BITS> z[T::WORDS][2];
-    Sums<T> part;
-    columns(scale, z, stage, 0);
-    if constexpr (T::SCALE_SUMS)
-      rows_32<true>(part, stage, 0, z, scale);
-    else
-      rows_32<false>(sums, stage, 0, z, scale);
+    columns(scale, z, stage, row);
+    if constexpr (T::SCALE_SUMS) {
+      Sums<T> part;
+      rows_32<true>(part, stage, row * CHECKS, z, scale);
 #pragma unroll
-    for (int check = 1; check < T::CHECKS; check++) {
-      if (p.new_group(check)) {
-        const int row = p.group_row(check);
-        if constexpr (T::SCALE_SUMS) add_scaled(sums, part, stage, row - 1);
-        columns(scale, z, stage, row);
+      for (int i = 1; i < CHECKS; i++) {
+        __syncwarp();
+        rows_32<false>(part, stage, row * CHECKS + i, z, scale);
       }
-      if constexpr (T::SCALE_SUMS)
-        rows_32<false>(part, stage, check, z, scale);
-      else
-        rows_32<false>(sums, stage, check, z, scale);
+      __syncwarp();
+      add_scaled(sums, part, stage, row);
+    } else {
+#pragma unroll
+      for (int i = 0; i < CHECKS; i++) rows_32<false>(sums, stage, row * CHECKS + i, z, scale);
     }
-    if constexpr (T::SCALE_SUMS) add_scaled(sums, part, stage, p.group_row(T::CHECKS - 1));
+  }
+
+  // A unit whose groups have CHECKS times 32 rows. In a loop where there are registers for one of them only.
+  template <int CHECKS> DEVICE void groups(Sums<T> &sums, u32 stage) const {
+#pragma unroll T::TOKENS == 8 ? T::CHECKS : 1
+    for (int row = 0; row < T::CHECKS / CHECKS; row++) group<CHECKS>(sums, stage, row);
+  }
+
+  // Each size of group has its code: asking every 32 rows costs as much as unpacking a word, and a group's first product
+  // would have to find zeros.
+  DEVICE void operator()(Sums<T> &sums, u32 stage) const {
+    if (p.group_shift >= UNIT_SHIFT) return groups<T::CHECKS>(sums, stage);
+    if constexpr (T::CHECKS > 2) {
+      if (p.group_shift > SMALLEST_GROUP_SHIFT) return groups<2>(sums, stage);
+    }
+    groups<1>(sums, stage);
   }
 };

@@ -25,21 +25,19 @@ class Flat:
     """One compiled form; its ``Config`` says what the fields are.
 
     size      rows of so many values, or so many heads, take it
-    nt        tiles of 8 columns of a part
-    parts     that a warp holds
-    joined    parts are one row's columns, else rows of their own
+    nt        tiles of 8 columns that a warp holds of a row
+    rows      of a turn
     groups    warpgroups
     stages    places of rows
     resident  blocks of a multiprocessor that the registers allow
-    acts      it is chosen behind an activation too
+    acts      it has code for an activation, and is chosen behind one too
     steps     C is transformed; else it is a head's channels
     split     shares of the columns, a warp's each
     """
 
     size: int
     nt: int
-    parts: int
-    joined: bool
+    rows: int
     groups: int
     stages: int
     resident: int
@@ -65,12 +63,7 @@ class Flat:
     @property
     def columns(self) -> int:
         """C."""
-        return 8 * self.nt * self.split * (self.parts if self.joined else 1)
-
-    @property
-    def turn_rows(self) -> int:
-        """Rows of x that a block works on at a time."""
-        return 1 if self.joined else self.parts
+        return 8 * self.nt * self.split
 
     @property
     def threads(self) -> int:
@@ -89,12 +82,11 @@ class Flat:
 
     def entry(self, dtype: str) -> str:
         """Return the kernel's name."""
-        parts = f"_{'halves' if self.joined else 'rows'}" if self.parts > 1 else ""
-        return f"flat_{dtype}_m{self.m}_c{self.columns}{parts}{'' if self.steps else '_heads'}"
+        return f"flat_{dtype}_m{self.m}_c{self.columns}{'' if self.steps else '_heads'}"
 
     def shared_bytes(self, acts: bool) -> int:
         """Bytes of shared memory; ``acts``: x is gate and up, which come to a stage and beside."""
-        stage = -(-self.columns // BLOCK) * 128 * self.lines * self.turn_rows
+        stage = -(-self.columns // BLOCK) * 128 * self.lines * self.rows
         codes = 4 * self.groups * 64 * self.nt  # eight lines of each warp
         return HEAD_BYTES + codes + (3 if acts else self.stages) * stage
 
@@ -113,20 +105,21 @@ class Flat:
 
 
 # Sizes are those that were measured to gain over the dense form, on an H200: fp16, codes P32 of 8 bits,
-# 2048 and 8192 rows. 5120 gains nothing; 16384 behind an activation, with one block a multiprocessor, took
-# 1.6 times as long. 9216, 11008, 13824 and 18944 were measured before rows came by the copy engine.
+# 2048 and 8192 rows. 5120 gains nothing. 14336 has two: with half the lines a product is half as long, but one
+# warpgroup has to make the activation of a whole row.
 FLATS = (
-    Flat(4096, 8, 1, True, 1, 2, 5),
-    Flat(8192, 16, 1, True, 1, 2, 4),
-    Flat(9216, 8, 2, False, 3, 2, 1),
-    Flat(11008, 8, 2, False, 3, 2, 1),
-    Flat(13824, 12, 1, True, 3, 2, 1),
-    Flat(14336, 16, 1, True, 2, 2, 2),
-    Flat(16384, 16, 2, True, 1, 2, 2, acts=False),
-    Flat(18944, 16, 1, True, 3, 2, 1),
-    Flat(28672, 32, 1, True, 2, 2, 1),
-    Flat(32, 8, 1, True, 1, 3, 7, acts=False, steps=False, split=2),
-    Flat(64, 16, 1, True, 1, 2, 4, acts=False, steps=False),
+    Flat(4096, 8, 1, 1, 2, 5),
+    Flat(8192, 16, 1, 1, 2, 4),
+    Flat(9216, 8, 2, 3, 2, 1),
+    Flat(11008, 8, 2, 3, 2, 1),
+    Flat(13824, 12, 1, 3, 2, 1),
+    Flat(14336, 32, 1, 1, 2, 2, acts=False),
+    Flat(14336, 16, 1, 2, 2, 2),
+    Flat(16384, 32, 1, 1, 2, 2),
+    Flat(18944, 16, 1, 3, 2, 1),
+    Flat(28672, 32, 1, 2, 2, 1),
+    Flat(32, 8, 1, 1, 3, 7, acts=False, steps=False, split=2),
+    Flat(64, 16, 1, 1, 3, 4, acts=False, steps=False),
 )
 
 
@@ -167,8 +160,7 @@ def _defines(row: Flat, dtype: str) -> tuple[str, ...]:
         dtype.upper(),
         row.m,
         row.nt,
-        row.parts,
-        row.joined,
+        row.rows,
         row.groups,
         row.stages,
         row.steps,

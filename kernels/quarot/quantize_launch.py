@@ -184,7 +184,7 @@ def _flat(card: launch.Device, stream: int, task: Task, row: flat_plan.Flat) -> 
     launch.start(
         card,
         row.entry(arguments.NAMES[task.x.dtype]),
-        min(-(-rows // row.turn_rows), card.multiprocessors * min(row.resident, fitting)),
+        min(-(-rows // row.rows), card.multiprocessors * min(row.resident, fitting)),
         row.threads,
         shared,
         stream,

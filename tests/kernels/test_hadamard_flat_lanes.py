@@ -109,7 +109,7 @@ def warps(row: flat_plan.Flat) -> range:
 
 
 def held(row: flat_plan.Flat, values: np.ndarray) -> np.ndarray:
-    """Return values (lines, columns) as registers (warp, tiles of all its parts, lane, 4)."""
+    """Return values (lines, columns) as registers (warp, tiles, lane, 4)."""
     count = row.columns // 8 // row.split
     d = np.empty((len(warps(row)), count, 32, 4))
     for warp, e in itertools.product(warps(row), range(4)):
@@ -121,16 +121,14 @@ def held(row: flat_plan.Flat, values: np.ndarray) -> np.ndarray:
 
 
 def registers(row: flat_plan.Flat, transform: Transform, x: np.ndarray) -> np.ndarray:
-    """Return the sums of a row, (warp, tiles of all its parts, lane, 4), as threads hold them at the end."""
+    """Return the sums of a row, (warp, tiles, lane, 4), as threads hold them at the end."""
     product = fragments(row, transform) @ read(row, brought(row, x))
     assert not np.isnan(product).any()
     d = held(row, product)
     if not row.steps:
         return d
     for w in warps(row):
-        parts = [high_bits(row, low_bits(part)) for part in np.split(d[w], d.shape[1] // row.nt)]
-        joined = [parts[0]] if len(parts) == 1 else [parts[0] + parts[1], parts[0] - parts[1]]
-        d[w] = np.concatenate(joined)
+        d[w] = high_bits(row, low_bits(d[w]))
     return d
 
 
