@@ -33,28 +33,7 @@ template <bool CLIPPED> struct Codes {
   }
 };
 
-// COUNT 8x8 matrices of 16-bit pairs, a lane's word of each, to shared memory: lane L gives the address of row L % 8 of
-// matrix L / 8.
-template <u32 COUNT> DEVICE void store_matrices(u32 address, const u32 *v) {
-  if constexpr (COUNT == 4)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
-                 "r"(v[2]), "r"(v[3])
-                 : "memory");
-  else if constexpr (COUNT == 2)
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(v[0]), "r"(v[1]) : "memory");
-  else
-    asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(address), "r"(v[0]) : "memory");
-}
-
-// Distances are part of the instructions: one address serves a lane.
-template <u32 AT> DEVICE uint4 load_shared_16(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address), "n"(AT)
-               : "memory");
-  return v;
-}
+// The distance is part of the instruction.
 template <u32 AT> DEVICE void store_16(u8 *to, uint4 v, bool real) {
   if (real)
     asm volatile("st.global.v4.u32 [%0 + %1], {%2, %3, %4, %5};" ::"l"(to), "n"(AT), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
@@ -78,7 +57,7 @@ template <u32 PIECES> struct Lines {
   template <u32 FIRST = 0> DEVICE void put(const u32 (&v)[PIECES], u32 lane) const {
     if constexpr (FIRST < PIECES) {
       constexpr u32 COUNT = PIECES - FIRST >= 4 ? 4 : PIECES - FIRST >= 2 ? 2 : 1;
-      store_matrices<COUNT>(TURNED ? words ^ 16 * FIRST : words + 16 * (FIRST + lane / 8 % COUNT), v + FIRST);
+      ptx::store_matrices<COUNT>(TURNED ? words ^ 16 * FIRST : words + 16 * (FIRST + lane / 8 % COUNT), v + FIRST);
       put<FIRST + COUNT>(v, lane);
     }
   }
@@ -88,12 +67,12 @@ template <u32 PIECES> struct Lines {
     if constexpr (4 * I < PIECES) {
       if constexpr (TURNED) {
         const bool real = before < -static_cast<int>(I * STEP) && line < 8;
-        store_16<AT + I * STEP * PITCH>(to, load_shared_16<512 * I>(pieces ^ 16 * turn(I * STEP)), real);
+        store_16<AT + I * STEP * PITCH>(to, ptx::load_shared_16<512 * I>(pieces ^ 16 * turn(I * STEP)), real);
       } else {
         const u32 lane = PIECES * line + piece, at = 32 * I + lane, row = at / PIECES;
         const bool real = before + static_cast<int>(row - line) < 0;
         if (32 * I + 32 <= 8 * PIECES || at < 8 * PIECES)
-          store_16<AT>(to + (row - line) * PITCH + 16 * (at % PIECES) - 16 * piece, load_shared_16<512 * I>(pieces), real);
+          store_16<AT>(to + (row - line) * PITCH + 16 * (at % PIECES) - 16 * piece, ptx::load_shared_16<512 * I>(pieces), real);
       }
       bring<PITCH, AT, I + 1>(to, before);
     }

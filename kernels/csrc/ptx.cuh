@@ -82,11 +82,12 @@ DEVICE u32 transpose_matrix(u32 value) {
   return out;
 }
 
-DEVICE uint4 load_shared_16(u32 address) {
+// AT bytes past `address`; where it is part of the instruction, one address serves many.
+template <u32 AT = 0> DEVICE uint4 load_shared_16(u32 address) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
+               : "r"(address), "n"(AT)
                : "memory");
   return v;
 }
@@ -122,7 +123,20 @@ DEVICE float2 load_shared_float2(u32 address) {
   return v;
 }
 
-// Four 8x8 matrices to shared memory, transposed: lane L gives the address of row L % 8 of matrix L / 8 (sm_90).
+// COUNT 8x8 matrices of 16-bit pairs, a lane's word of each, to shared memory: lane L gives the address of row L % 8 of
+// matrix L / 8 (sm_90).
+template <u32 COUNT> DEVICE void store_matrices(u32 address, const u32 *v) {
+  if constexpr (COUNT == 4)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
+                 "r"(v[2]), "r"(v[3])
+                 : "memory");
+  else if constexpr (COUNT == 2)
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(v[0]), "r"(v[1]) : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(address), "r"(v[0]) : "memory");
+}
+
+// Four of them, each transposed.
 DEVICE void store_matrix_x4_transposed(u32 address, const u32 (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]),
                "r"(v[1]), "r"(v[2]), "r"(v[3])
