@@ -76,16 +76,16 @@ CASES: dict[str, tuple[dict[str, int], list[str], dict[str, Any]]] = {
         ],
         {"mlp_mid": (128, 128, [[128, "sylvester"]])},
     ),
-    "6 heads, 536": (
+    "6 heads, 536 inputs": (
         {
-            "hidden_size": 536,
+            "hidden_size": 96,
             "intermediate_size": 536,
             "num_attention_heads": 6,
             "num_key_value_heads": 3,
             "head_dim": 16,
         },
         [
-            "R1 536 = 8 (67 blocks), the whole model",
+            "R1 96 = 12 x 8, the whole model",
             "HEADS 6 = 2 (3 blocks), the whole model",
             "R4 536 = 8 (67 blocks), the whole model",
             "warning: heads: expected one Hadamard matrix of order 6, found blocks of 2",
