@@ -1,11 +1,10 @@
 """The command line: parse, call one function of ``w4pack.convert``, print. Nothing else.
 
-Only click and the errors are imported here, so that ``--help`` is instant; each command imports what it
-needs.
+Only click, the errors and how a command ends are imported here, so that ``--help`` is instant; each command
+imports what it needs.
 """
 
 import contextlib
-import errno
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -24,9 +23,18 @@ from w4pack.convert.errors import (
     StdoutError,
     W4PackError,
 )
+from w4pack.convert.exits import (
+    Terminated,
+    interrupted,
+    leave,
+    signal_behind,
+    stop_flag,
+    tell_json,
+    terminate,
+    told,
+)
 
 if TYPE_CHECKING:
-    from w4pack.convert.jobs.execute import StopFlag
     from w4pack.convert.jobs.work import Packer
 
     Numbers = click.ParamType[tuple[int, ...]]
@@ -341,7 +349,7 @@ def convert(**given: Any) -> None:
     with _errors(given):
         from w4pack.convert.command import run_convert
 
-        run_convert(given, _stop_flag(), _packer_on)
+        run_convert(given, stop_flag(), _packer_on)
 
 
 @root.command(short_help="Say what a checkpoint is.")
@@ -431,7 +439,7 @@ def unpack(**given: Any) -> None:
     with _errors(given):
         from w4pack.convert.command import run_unpack
 
-        run_unpack(given, _stop_flag())
+        run_unpack(given, stop_flag())
 
 
 @root.command(short_help="Upload an output to the Hub.")
@@ -622,137 +630,23 @@ def _errors(given: dict[str, Any]) -> Iterator[None]:
         yield
         sys.stdout.flush()
     except W4PackError as err:
-        _leave(err, as_json=bool(given.get("as_json")))
+        leave(err, as_json=bool(given.get("as_json")))
     except KeyboardInterrupt:
-        _leave(_interrupted(EXIT_SIGINT), as_json=bool(given.get("as_json")))
-    except _Terminated:
-        _leave(_interrupted(EXIT_SIGTERM), as_json=bool(given.get("as_json")))
+        leave(interrupted(EXIT_SIGINT), as_json=bool(given.get("as_json")))
+    except Terminated:
+        leave(interrupted(EXIT_SIGTERM), as_json=bool(given.get("as_json")))
     except SystemExit:  # the answer is no
         sys.stdout.flush()
         raise
     except (click.ClickException, click.exceptions.Exit, NobodyReads):
         raise
     except Exception as err:
-        signalled = _signal_behind(err)
+        signalled = signal_behind(err)
         if signalled:
-            _leave(_interrupted(signalled), as_json=bool(given.get("as_json")))
+            leave(interrupted(signalled), as_json=bool(given.get("as_json")))
         if given.get("debug"):
             raise
-        told = _no_memory(err) if _is_memory(err) else _no_files(err) or _bug(err)
-        _leave(told, as_json=bool(given.get("as_json")))
-
-
-def _signal_behind(err: BaseException) -> int:
-    """Return the exit code of the signal that an error was made of, or 0.
-
-    Before Python 3.12 what is raised while a class's attributes are named becomes a RuntimeError: the signal
-    may have come in the middle of an import.
-    """
-    seen: set[int] = set()
-    at: BaseException | None = err
-    while at is not None and id(at) not in seen:
-        if isinstance(at, KeyboardInterrupt):
-            return EXIT_SIGINT
-        if isinstance(at, _Terminated):
-            return EXIT_SIGTERM
-        seen.add(id(at))
-        at = at.__cause__ or at.__context__
-    return 0
-
-
-def _interrupted(code: int) -> W4PackError:
-    # Python kills itself by SIGINT at its end where one fell into an `exec` (of a dataclass that is imported,
-    # say), although it was caught. The next `exec` takes that back.
-    exec("")
-    err = W4PackError("stopped by a signal", code="interrupted")
-    err.exit_code = code
-    return err
-
-
-def _leave(err: W4PackError, *, as_json: bool) -> NoReturn:
-    if as_json and not isinstance(err, StdoutError):
-        _tell_json({"schema": 1, **err.to_json()}, f"error: {err}")
-    else:
-        print(f"error: {err}", file=sys.stderr, flush=True)
-    sys.exit(err.exit_code)
-
-
-def _tell_json(fields: dict[str, object], text: str) -> None:
-    """Print an error as JSON, or as text on stderr where stdout takes nothing."""
-    import json
-
-    try:
-        print(json.dumps(fields), flush=True)
-    except StdoutError:
-        print(text, file=sys.stderr, flush=True)
-    except NobodyReads:
-        pass  # its exit code still says that it failed
-
-
-def _is_memory(err: Exception) -> bool:
-    """Whether an error says that memory, of the host or of a card, has run out. Known without torch."""
-    kinds = {kind.__name__ for kind in type(err).__mro__}
-    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(err)
-
-
-def _no_memory(err: Exception) -> W4PackError:
-    return W4PackError(
-        "not enough memory",
-        code="memory",
-        found=str(err).strip().partition("\n")[0][:200] or None,
-        hint="the plan of a conversion (`--dry-run`) says what it takes; `--resume` goes on from here",
-    )
-
-
-def _no_files(err: Exception) -> W4PackError | None:
-    """Return the error of a process, or a system, that may open no more files: imports open some, too."""
-    if not isinstance(err, OSError) or err.errno not in (errno.EMFILE, errno.ENFILE):
-        return None
-    return W4PackError(
-        "too many open files",
-        code="open-files",
-        where=None if err.filename is None else str(err.filename),
-        hint="allow more (`ulimit -n 1024`), then run the same command, a job with `--resume`",
-    )
-
-
-def _bug(err: Exception) -> W4PackError:
-    """Save the traceback of an unexpected error and describe it in one line."""
-    import tempfile
-    import traceback
-
-    with tempfile.NamedTemporaryFile("w", prefix="w4pack-", suffix=".log", delete=False) as file:
-        file.write("".join(traceback.format_exception(err)))
-    return W4PackError(
-        f"an unexpected error, which is a bug in w4pack: {type(err).__name__}: {err}".partition("\n")[0],
-        code="bug",
-        where=file.name,
-        hint="report it with that file; `--debug` prints it",
-    )
-
-
-class _Terminated(BaseException):
-    """SIGTERM, as KeyboardInterrupt is SIGINT: no net for errors catches it."""
-
-
-def _terminate(signum: int, frame: object) -> NoReturn:
-    raise _Terminated
-
-
-def _stop_flag() -> "StopFlag":
-    """Return a flag that SIGINT and SIGTERM set: workers stop at the next block, all else at once."""
-    from w4pack.convert.jobs.execute import StopFlag
-
-    flag = StopFlag()
-
-    def stop(signum: int, frame: object) -> None:
-        flag.signum = signum
-        if not flag.watched:
-            raise _Terminated if signum == signal.SIGTERM else KeyboardInterrupt
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, stop)
-    return flag
+        leave(told(err), as_json=bool(given.get("as_json")))
 
 
 def main() -> None:
@@ -761,23 +655,23 @@ def main() -> None:
 
     with guarded():
         try:
-            signal.signal(signal.SIGTERM, _terminate)
+            signal.signal(signal.SIGTERM, terminate)
             if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             code = root.main(prog_name="w4pack", standalone_mode=False)
             sys.exit(code if isinstance(code, int) else EXIT_OK)
         except (click.Abort, KeyboardInterrupt):
-            _leave(_interrupted(EXIT_SIGINT), as_json=False)
-        except _Terminated:
-            _leave(_interrupted(EXIT_SIGTERM), as_json=False)
+            leave(interrupted(EXIT_SIGINT), as_json=False)
+        except Terminated:
+            leave(interrupted(EXIT_SIGTERM), as_json=False)
         except click.ClickException as err:
             _usage(err)
         except RuntimeError as err:  # while a command's module is imported
-            if not _signal_behind(err):
+            if not signal_behind(err):
                 raise
-            _leave(_interrupted(_signal_behind(err)), as_json=False)
+            leave(interrupted(signal_behind(err)), as_json=False)
         except StdoutError as err:
-            _leave(err, as_json=False)
+            leave(err, as_json=False)
         except NobodyReads:
             sys.exit(EXIT_OK)
 
@@ -796,7 +690,7 @@ def _usage(err: click.ClickException) -> NoReturn:
             "found": None,
             "hint": None,
         }
-        _tell_json(fields, f"error: {err.format_message()}")
+        tell_json(fields, f"error: {err.format_message()}")
     elif isinstance(err, click.UsageError) and err.ctx is not None and err.format_message():
         print(f"error: {err.format_message()}\n\nhint: {err.ctx.command_path} --help", file=sys.stderr)
     else:

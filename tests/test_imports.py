@@ -211,9 +211,10 @@ def test_what_is_loaded_of_others_is_on_the_list() -> None:
     assert told([i for i in IMPORTS if foreign(i)]) == []
 
 
-def test_the_command_line_loads_nothing_of_ours_but_the_errors() -> None:
-    loaded = {i.imported for i in OURS if i.importer == "w4pack.cli" and i.on_load}
-    assert loaded <= {"w4pack", "w4pack.convert.errors"}
+def test_the_command_line_loads_nothing_of_ours_but_the_errors_and_exits() -> None:
+    few = {"w4pack", "w4pack.convert.errors", "w4pack.convert.exits"}
+    loaded = {i.imported for i in OURS if i.importer in few | {"w4pack.cli"} and i.on_load}
+    assert loaded <= few
 
 
 def test_no_module_is_named_like_one_of_the_standard_library() -> None:

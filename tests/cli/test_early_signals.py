@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from w4pack import __main__
-from w4pack.cli import _errors, _interrupted, _Terminated
+from w4pack.cli import _errors
+from w4pack.convert.exits import Terminated, interrupted
 
 # The command gets a signal when a module is about to be imported.
 EARLY = """
@@ -77,8 +78,8 @@ def test_ctrl_c_within_an_exec_ends_with_the_same_exit_code(tmp_path: Path) -> N
 def test_with_json_it_is_the_event_of_any_other_time() -> None:
     done = early(signal.SIGINT, "click", "inspect", "none", "--json")
     assert done.returncode == 130 and done.stderr == ""
-    assert json.loads(done.stdout) == {"schema": 1, **_interrupted(130).to_json()}
-    assert json.loads(__main__.EVENT.format(code=143)) == {"schema": 1, **_interrupted(143).to_json()}
+    assert json.loads(done.stdout) == {"schema": 1, **interrupted(130).to_json()}
+    assert json.loads(__main__.EVENT.format(code=143)) == {"schema": 1, **interrupted(143).to_json()}
 
 
 def test_a_job_in_the_background_that_ignores_ctrl_c_goes_on() -> None:
@@ -86,7 +87,7 @@ def test_a_job_in_the_background_that_ignores_ctrl_c_goes_on() -> None:
     assert done.returncode == 0 and "Exit codes" in done.stdout
 
 
-@pytest.mark.parametrize(("signalled", "code"), [(KeyboardInterrupt, 130), (_Terminated, 143)])
+@pytest.mark.parametrize(("signalled", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
 def test_a_signal_that_became_another_error_is_no_bug(
     signalled: type[BaseException], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
