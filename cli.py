@@ -419,7 +419,7 @@ def verify(**given: Any) -> None:
     w4pack verify ./out --against ./source
     """
     with _errors(given):
-        from w4pack.convert.command import run_verify
+        from w4pack.convert.outputs import run_verify
 
         sys.exit(EXIT_OK if run_verify(given) else EXIT_VERIFY)
 
@@ -437,7 +437,7 @@ def unpack(**given: Any) -> None:
     w4pack unpack ./llama-marlin ./llama-gptq-again
     """
     with _errors(given):
-        from w4pack.convert.command import run_unpack
+        from w4pack.convert.outputs import run_unpack
 
         run_unpack(given, stop_flag())
 
@@ -454,7 +454,7 @@ def push(**given: Any) -> None:
     w4pack push ./llama-marlin ORG/llama-marlin
     """
     with _errors(given):
-        from w4pack.convert.command import run_push
+        from w4pack.convert.outputs import run_push
 
         run_push(given)
 

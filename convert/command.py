@@ -1,4 +1,4 @@
-"""What each command prints. One function per command, called by the command line with its parsed options.
+"""What ``convert`` prints: the plan, what happens, what was done. Called with the parsed options.
 
 Data goes to stdout, everything else to stderr; with ``--json`` stdout holds JSON only.
 """
@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from w4pack.convert import api, formats
-from w4pack.convert.console import Given, print_json, question_reporter, reporter_of, say, warn, where_of
+from w4pack.convert.console import Given, reporter_of, say, warn, where_of
 from w4pack.convert.core.facts import ModelFacts, Warning_
-from w4pack.convert.errors import SourceError, UsageError
+from w4pack.convert.errors import UsageError
 from w4pack.convert.events import (
-    Human,
     JsonLines,
     Reporter,
     size_text,
@@ -23,8 +22,9 @@ from w4pack.convert.events import (
     warning_fields,
 )
 from w4pack.convert.jobs.execute import StopFlag
-from w4pack.convert.jobs.running import MAX_KL, Report, Running, check_device
+from w4pack.convert.jobs.running import Report, Running, check_device
 from w4pack.convert.jobs.work import Packer, packs_tiles
+from w4pack.convert.outputs import run_push, running_of
 from w4pack.convert.planning.options import HUB_FILE_LIMIT, ConvertOptions
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.quantize_options import CALIBRATED, QuantizeOptions, flag
@@ -38,20 +38,6 @@ if TYPE_CHECKING:
 
 
 PackerOn = Callable[[str], Packer | None]  # the name of a device -> what packs there; None: the CPU
-
-
-def _running(given: Given, stop: StopFlag, reporter: Reporter, packer: Packer | None = None) -> Running:
-    return Running(
-        given["threads"],
-        given["resume"],
-        given["overwrite"],
-        given["strict"],
-        reporter,
-        stop,
-        given.get("device") or "cpu",
-        packer,
-        MAX_KL if given.get("max_kl") is None else given["max_kl"],
-    )
 
 
 def _convert_options(given: Given) -> ConvertOptions:
@@ -128,7 +114,7 @@ def run_convert(given: Given, stop: StopFlag, packer_on: PackerOn) -> None:
     _check_given(given, options)
     packer, note = _packer(given, options, packer_on)
     reporter = reporter_of(given)
-    running = _running(given, stop, reporter, packer)
+    running = running_of(given, stop, reporter, packer)
     on_plan = partial(_show_plan, given, out, reporter, note)
     try:
         if given["dry_run"]:
@@ -282,72 +268,3 @@ def _preflight(given: Given, options: ConvertOptions, running: Running) -> "Acce
     )
     card = api.card_for(source, made, given["src"], where_of(given))
     return preflight(given["push_to"], None, given["private"], card)
-
-
-def _lossy_text(value: Given) -> str:
-    if value["lossless"] or not value["ok"]:
-        return ""
-    if value["against"] is None:
-        return "; not lossless, as its conversion said"
-    return "; not lossless: what was re-quantized or rounded has the error that was reported"
-
-
-def run_verify(given: Given) -> bool:
-    """Print whether an output is what it should be."""
-    value = api.verify(
-        given["out"],
-        against=given["against"],
-        where=where_of(given),
-        threads=given["threads"],
-        reporter=question_reporter(given),
-    )
-    if given["as_json"]:
-        print_json(value)
-    elif not given["quiet"]:
-        for failure in value["failures"]:
-            print(
-                f"differs   {failure['tensor']}: {failure['kind']}: "
-                f"expected {failure['expected']}, found {failure['found']}"
-            )
-        compared = f", {value['compared']} compared with {value['against']}" if value["against"] else ""
-        print(
-            f"{'ok' if value['ok'] else 'FAILED'}        {value['tensors']} tensors{compared}, "
-            f"{len(value['failures'])} wrong{_lossy_text(value)}",
-            flush=True,
-        )
-    return bool(value["ok"])
-
-
-def run_unpack(given: Given, stop: StopFlag) -> None:
-    """Turn an artifact back and say so."""
-    reporter = reporter_of(given)
-    try:
-        count = api.unpack(
-            given["path"], given["out"], where=where_of(given), running=_running(given, stop, reporter)
-        )
-    finally:
-        reporter.close()
-    if given["as_json"]:
-        reporter.event("done", out=given["out"], tensors=count, proved=count)
-    elif not given["quiet"]:
-        say(f"wrote {given['out']}: {count} tensors, all proved equal to the source's")
-
-
-def run_push(given: Given, access: "Access | None" = None) -> None:
-    """Upload an output and say where it is."""
-    reporter = reporter_of(given)
-    folder = Path(given["out"])
-    if not folder.is_dir():
-        raise SourceError("no such folder", code="no-such-folder", where=given["out"])
-    report = api.push(
-        folder,
-        given["repo_id"],
-        private=given["private"],
-        access=access,
-        reporter=reporter,
-        bars=isinstance(reporter, Human),
-    )
-    if given["as_json"]:
-        reporter.event("done", **report.to_json())
-    elif not given["quiet"]:
-        say(f"pushed {given['out']}: {report.summary()}")
