@@ -29,7 +29,8 @@ def finished_plan(out: Path, plan: Plan) -> dict[str, Any] | None:
 def refuse_other_source(out: Path, plan: Plan) -> None:
     """Raise Refused if OUT is the published result of the same command, but of other files than the plan's.
 
-    Seen from names, sizes, headers and the content of small files; see ``finished_before`` for values.
+    Seen from names, sizes, headers, samples of values and the content of small files; see ``finished_before``
+    for all values.
     """
     staging = Staging(out)
     if staging.out.exists() or not (staging.standing / manifest.NAME).is_file():
@@ -39,21 +40,26 @@ def refuse_other_source(out: Path, plan: Plan) -> None:
     source = value["source"]
     if (value["tool"].get("version"), value["target"], value["options"], source.get("origin")) != asked:
         return
-    old, new = _identities(source.get("files")), {f.name: (f.size, f.header) for f in plan.files}
+    old, new = _identities(source.get("files")), {f.name: (f.size, f.header, f.sample) for f in plan.files}
     for name in (*new, *old):
         if old.get(name) != new.get(name):
             sides = [_shown(files.get(name)) for files in (old, new)]
             raise _changed(Failure(name, "source", *sides))
 
 
-def _identities(files: Any) -> dict[Any, tuple[Any, Any]]:
-    """Return name -> (size, header) of the source's files that a manifest records."""
+def _identities(files: Any) -> dict[Any, tuple[Any, Any, Any]]:
+    """Return name -> (size, header, sample) of the source's files that a manifest records."""
     rows = [f for f in files if isinstance(f, dict)] if isinstance(files, list) else []
-    return {f["name"]: (f.get("size"), f.get("header")) for f in rows if isinstance(f.get("name"), str)}
+    named = [f for f in rows if isinstance(f.get("name"), str)]
+    return {f["name"]: (f.get("size"), f.get("header"), f.get("sample")) for f in named}
 
 
-def _shown(identity: tuple[Any, Any] | None) -> str:
-    return "no such file" if identity is None else f"{identity[0]} bytes, digest {str(identity[1])[:16]}"
+def _shown(identity: tuple[Any, Any, Any] | None) -> str:
+    if identity is None:
+        return "no such file"
+    size, header, sample = identity
+    values = "" if sample is None else f", values with the digest {str(sample)[:16]}"
+    return f"{size} bytes, digest {str(header)[:16]}{values}"
 
 
 def finished_before(out: Path, plan: Plan, source: Source, threads: int) -> bool:

@@ -90,7 +90,7 @@ def identity(
 
     record  what decides bytes beside options and files; see ``Plan.quantization``
     """
-    rows = [[f.name, f.size, f.header, f.sha256] for f in files]
+    rows = [[f.name, f.size, f.header, f.sample, f.sha256] for f in files]
     asked_for = asked(target, options, strict=any(row[-1] for row in rows))
     return {**asked_for, "files": rows, "codes": _decides_codes(record)}
 
@@ -306,7 +306,9 @@ def _first_difference(found: Any, wanted: Any, where: str) -> tuple[str, str, st
         if name not in old or name not in new:
             was, is_now = ("the file" if name in side else "no such file" for side in (old, new))
             return name, was, is_now
-        for label, a, b in zip(("size", "digest", "sha256"), old[name], new[name], strict=False):
+        for label, a, b in zip(
+            ("size", "digest", "values with the digest", "sha256"), old[name], new[name], strict=False
+        ):
             if a != b:
                 return name, f"{label} {a}", f"{label} {b}"
     return where, f"{len(rows)} files", f"{len(wanted)} files"

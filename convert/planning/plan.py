@@ -52,12 +52,14 @@ class SourceFile:
     """Identity of one source file.
 
     header  sha256 of a weight file's first bytes, of every other file's whole content
+    sample  sha256 of some of a weight file's values; None for every other file
     sha256  of the whole file, only with ``--strict``
     """
 
     name: str
     size: int
     header: str
+    sample: str | None
     sha256: str | None
 
 

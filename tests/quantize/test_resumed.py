@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quantize.test_outputs import _stopped, tree
 from runner import Run, run
+from w4pack.convert.files.local import LocalStore
+from w4pack.convert.jobs import identity
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork, beside idle threads
 RTN = ("--quantize", "rtn", "--group-size", 32)
@@ -107,6 +112,49 @@ def test_a_complete_out_as_it_was_made_is_left(source: Path, out: Path) -> None:
 def test_a_damaged_complete_out_is_told(damage: Callable[[Path], object], llama: Path, out: Path) -> None:
     damage(out / "model.safetensors")
     assert resumed(llama, out).expect(4).error["code"] == "damaged"
+
+
+def other_values(source: Path, every: int) -> None:
+    """Change a byte of every so many behind the header, as another training of the model would change all."""
+    path = source / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    for at in range(start, len(data), every):
+        data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("complete", [False, True], ids=["interrupted", "complete"])
+def test_another_model_of_the_same_shapes_is_refused(
+    complete: bool, source: Path, made: Path, out: Path, tmp_path: Path
+) -> None:
+    if not complete:
+        out = tmp_path / "new"
+        step_with_work(source, out)
+    before = (source / "model.safetensors").read_bytes()
+    other_values(source, 4096)
+    error = resumed(source, out).expect(3).error
+    assert (error["code"], error["where"]) == ("resume-differs", "model.safetensors")
+    assert "values with the digest " in error["expected"] and error["expected"] != error["found"]
+    (source / "model.safetensors").write_bytes(before)
+    resumed(source, out).expect(0)
+    assert tree(out) == tree(made)
+
+
+def pages(data: bytes, start: int) -> list[bytes]:
+    """The pages as the reference says where they lie, by fractions."""
+    last = len(data) - 4096
+    places = [start + int(Fraction(i, 63) * (last - start)) for i in range(64)]
+    return [data[at : at + 4096] for at in places]
+
+
+@pytest.mark.parametrize("size", [0, 1, 64 * 4096, 64 * 4096 + 1, 5_000_011])
+def test_a_sample_is_of_the_pages_that_the_reference_names(size: int, tmp_path: Path) -> None:
+    data = np.random.default_rng(size).bytes(1000 + size)
+    (tmp_path / "weights").write_bytes(data)
+    whole = data[1000:] if size <= 64 * 4096 else b"".join(pages(data, 1000))
+    blob = LocalStore(tmp_path).blob("weights")
+    assert identity.sample_digest(blob, 1000) == hashlib.sha256(whole).hexdigest()
 
 
 def test_other_weights_under_the_same_header_are_told_where_both_runs_were_strict(
