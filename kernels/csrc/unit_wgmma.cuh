@@ -5,8 +5,8 @@
 #include "weights.cuh"
 #include "wgmma.cuh"
 
-// ONE_GROUP: all rows of every unit belong to one group, which a kernel may know before its loop.
-template <class T, bool ONE_GROUP = false> struct WgmmaUnit {
+// GROUP_K: rows of a group, or of a unit where a group has as many or more, if the kernel knows; 0: its launch says so.
+template <class T, int GROUP_K = 0> struct WgmmaUnit {
   static constexpr int UNIT_SHIFT = 7;  // groups of 128 and more
 
   const Problem &p;
@@ -34,6 +34,12 @@ template <class T, bool ONE_GROUP = false> struct WgmmaUnit {
     lane.zeros(z, stage, row);
     scales_as_pairs<T>(scale, s, p.scales_bf16);
   }
+
+  DEVICE bool begins_group(int row) const {
+    if constexpr (GROUP_K != 0) return row * 16 % GROUP_K == 0;
+    return row % 2 == 0 && p.new_group(row / 2);
+  }
+  DEVICE int group_row(int row) const { return GROUP_K != 0 ? row * 16 / GROUP_K : p.group_row(row / 2); }
 
   // `previous_is_free` is called once nothing reads the stage of the unit before any more.
   DEVICE void operator()(Sums<T> &sums, u32 stage) const {
@@ -87,7 +93,7 @@ template <class T, bool ONE_GROUP = false> struct WgmmaUnit {
     u32 a[2][T::WORDS][4];
 #pragma unroll
     for (int row = 0; row < T::UNIT_TILES; row++) {
-      if (!ONE_GROUP && row % 2 == 0 && row > 0 && p.new_group(row / 2)) columns(scale, z, stage, p.group_row(row / 2));
+      if (row > 0 && begins_group(row)) columns(scale, z, stage, group_row(row));
       u32 w[T::WORDS * T::VECTORS];
       lane.words(w, stage, row);
       wgmma::wait<1>();  // the products that read this register set are done
