@@ -52,9 +52,8 @@ class Staging:
 
     def check(self, *, overwrite: bool, resume: bool) -> None:
         """Raise the OutputError that ``prepare`` would raise. Changes nothing."""
-        found = self.root.is_dir() or self.root.is_symlink()
+        found = self._is_there()
         if found:
-            self._refuse_foreign()
             with writing(self.root):
                 self._take_lock()
             self.close()
@@ -65,9 +64,7 @@ class Staging:
         """Put an OUT back that an overwrite which died had moved aside. Raises OutputError."""
         if not self._old_comes_back():
             return
-        found = self.root.is_dir() or self.root.is_symlink()
-        if found:
-            self._refuse_foreign()
+        found = self._is_there()
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -82,9 +79,7 @@ class Staging:
         Raises OutputError if OUT has content, or an earlier run has left work, and ``overwrite`` is not
         given; or if another process is at work.
         """
-        found = self.root.is_dir() or self.root.is_symlink()
-        if found:
-            self._refuse_foreign()
+        found = self._is_there()
         try:
             with writing(self.root):
                 self.root.mkdir(parents=True, exist_ok=True)
@@ -120,6 +115,13 @@ class Staging:
                 found="neither",
                 hint="the command that began it, with `--resume`",
             )
+
+    def _is_there(self) -> bool:
+        """Whether there is a staging folder. Raises OutputError for one that no earlier run has made."""
+        found = self.root.is_dir() or self.root.is_symlink()
+        if found:
+            self._refuse_foreign()
+        return found
 
     def _refuse_foreign(self) -> None:
         """Raise OutputError if what has the staging folder's name was not made by an earlier run."""

@@ -129,11 +129,6 @@ class ModelRun:
             places[path] = name
         return places
 
-    def layer_of(self, name: str) -> int:
-        """Return the decoder layer that a linear, by its checkpoint name, belongs to."""
-        path = next(path for path, own in self.paths.items() if own == name)
-        return int(path.removeprefix(self.skeleton.path + ".").partition(".")[0])
-
     def below(self, index: int) -> dict[str, str]:
         """Return path below the layer -> checkpoint name, for the linears of one layer."""
         prefix = self.skeleton.prefix(index)

@@ -23,7 +23,6 @@ from w4pack.convert.rotate.rotation import Rotation, make_rotation
 from w4pack.convert.rotate.steps import Step
 
 Mode = Literal["offline", "full"]
-MODES = ("none", "offline", "full")
 SPLIT_KINDS = ("heads", "r4")  # transforms over what ranks share
 TIE = "tie_word_embeddings"
 
