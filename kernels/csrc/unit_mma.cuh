@@ -93,7 +93,8 @@ template <class T> struct MmaUnit {
 
   // A unit whose groups have CHECKS times 32 rows. In a loop where there are registers for one of them only.
   template <int CHECKS> DEVICE void groups(Sums<T> &sums, u32 stage) const {
-#pragma unroll T::TOKENS == 8 ? T::CHECKS : 1
+    constexpr bool AT_ONCE = T::TOKENS == 8 && !T::ZEROS;
+#pragma unroll AT_ONCE ? T::CHECKS : 1
     for (int row = 0; row < T::CHECKS / CHECKS; row++) group<CHECKS>(sums, stage, row);
   }
 
