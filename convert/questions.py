@@ -16,6 +16,7 @@ from w4pack.convert.source.detect import Source, read_source
 from w4pack.convert.source.facts import source_facts
 from w4pack.convert.source.online import records_of
 from w4pack.convert.source.reading import DetectOptions, Evidence
+from w4pack.convert.source.written import relabelled_in
 from w4pack.convert.source.zeros import AMBIGUOUS
 
 ENGINES = ("vllm", "sglang", "transformers", "w4pack")
@@ -65,7 +66,7 @@ def check(
     with glimpsed(path, where or Where(), reporter or Quiet(), thorough=thorough) as (checkpoint, label):
         source = _glimpse(checkpoint, thorough=thorough)
         facts = source_facts(source)
-    unknown_kind = [p for p in source.problems if p.code not in JUDGED]
+        unknown_kind = [p for p in source.problems if p.code not in JUDGED] or relabelled_in(source)
     if unknown_kind:  # weights that are not understood cannot be judged: never "takes it"
         raise Refused.together(unknown_kind)
     answers = []

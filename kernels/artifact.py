@@ -1,8 +1,8 @@
 """An artifact on disk, known from its headers alone: which layers are packed, and where every tensor lies.
 
-``open_artifact`` reads config.json, the index and the headers, checks all of it, and lists every problem at
-once. No byte of a tensor is read, so a folder that cannot run is refused in milliseconds, before anything is
-allocated. No torch: the same answers serve tools that only look.
+``open_artifact`` reads config.json, the index, the headers and the manifest, checks all of it, and lists
+every problem at once. No byte of a tensor is read, so a folder that cannot run is refused in milliseconds,
+before anything is allocated. No torch: the same answers serve tools that only look.
 """
 
 import os
@@ -17,6 +17,7 @@ from w4pack.convert.dialects.online import Online
 from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.errors import Refused, SourceError, W4PackError, quantize_hint
 from w4pack.convert.files.checkpoint import CONFIG, QUANT_CONFIGS, Checkpoint, open_checkpoint
+from w4pack.convert.files.described import read_manifest, relabelled
 from w4pack.convert.files.jsonfile import read_object
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.store import Store
@@ -38,13 +39,14 @@ STRICT_NOTICES = {
 class Artifact:
     """A checked artifact.
 
-    folder   as given
-    config   parsed config.json
-    quant    its quantization_config
-    specs    module -> what it is, for every packed linear, in natural order of names
-    tensors  name -> file, offset in the file, bytes, safetensors dtype, shape; everything in the files
-    files    file name -> (path with links resolved, size in bytes)
-    dense    names of tensors that belong to no packed linear
+    folder    as given
+    config    parsed config.json
+    quant     its quantization_config
+    specs     module -> what it is, for every packed linear, in natural order of names
+    tensors   name -> file, offset in the file, bytes, safetensors dtype, shape; everything in the files
+    files     file name -> (path with links resolved, size in bytes)
+    dense     names of tensors that belong to no packed linear
+    manifest  what the converter wrote of all this; None without a manifest
     """
 
     folder: Path
@@ -54,6 +56,7 @@ class Artifact:
     tensors: dict[str, TensorInfo] = field(repr=False)
     files: dict[str, tuple[Path, int]] = field(repr=False)
     dense: tuple[str, ...] = field(repr=False)
+    manifest: Mapping[str, Any] | None = field(repr=False)
 
     @property
     def online(self) -> Online:
@@ -81,8 +84,8 @@ def open_artifact(path: str | os.PathLike[str], *, online: bool = False) -> Arti
     online  known ``online`` records are accepted: whoever asks for it runs what they say
 
     Raises SourceError for broken, missing or disagreeing files and tensors; Refused for a folder that is no
-    artifact, and for one whose version, layout, keys or ``online`` records are not known here. Several
-    problems come as one error that lists them.
+    artifact, and for one whose version, layout, keys or ``online`` records are not known here; VerifyError
+    for headers that are not those that were written. Several problems come as one error that lists them.
     """
     with LocalStore(path) as store:
         quant, claims = read_config(store, online=online)
@@ -170,6 +173,8 @@ def _check(
             problems.append(spec)
     if not packed:
         problems.append(_no_artifact(checkpoint.label, "no packed layer in the files"))
+    manifest = None if problems else read_manifest(checkpoint.store)
+    problems += relabelled(tensors, manifest or {}, checkpoint.label)
     if problems:
         for problem in problems:
             if isinstance(problem, SourceError) and problem.hint is None:
@@ -177,7 +182,7 @@ def _check(
         raise Refused.together(problems)
     ours = {info.name for found in packed.values() for info in found.values()}
     dense = tuple(name for name in tensors if name not in ours)
-    return Artifact(folder, checkpoint.config, quant, specs, tensors, files, dense)
+    return Artifact(folder, checkpoint.config, quant, specs, tensors, files, dense, manifest)
 
 
 def _oddities(checkpoint: Checkpoint) -> Iterator[SourceError]:

@@ -5,15 +5,13 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from w4pack.convert.dialects.recorded import changed
 from w4pack.convert.errors import Refused, SourceError, VerifyError
 from w4pack.convert.files import samples
-from w4pack.convert.files.described import MANIFEST, of_tensors, read_manifest
+from w4pack.convert.files.described import MANIFEST, of_tensors
 from w4pack.convert.files.exchanged import refuse_exchanged
-from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels.artifact import Artifact
 from w4pack.kernels.workers import WeightFile
@@ -25,8 +23,10 @@ def check(artifact: Artifact, names: Iterable[str], threads: int | None = None) 
     """Raise VerifyError that names every tensor of ``names`` whose bytes have another sha256 than written.
 
     threads  default: the cores
+
+    Raises SourceError if there is no manifest, or none that can be used.
     """
-    wanted = read_hashes(artifact.folder)
+    wanted = _hashes(artifact)
     infos = sorted((artifact.tensors[name] for name in names), key=lambda info: (-info.nbytes, info.name))
     with ExitStack() as stack:
         opened = _opened(artifact, infos, stack)
@@ -48,7 +48,7 @@ def check_samples(artifact: Artifact) -> None:
     Reads half a kilobyte of each tensor. Nothing is compared where the manifest is missing, or of a version
     of w4pack that wrote no samples.
     """
-    manifest = _manifest(artifact.folder)
+    manifest = artifact.manifest
     if manifest is None:
         return
     _refuse_changed_records(artifact, manifest)
@@ -95,19 +95,12 @@ def _differs(info: TensorInfo, wanted: str | None, found: str) -> VerifyError:
     )
 
 
-def read_hashes(folder: Path) -> dict[str, str]:
-    """Return tensor name -> sha256 from the manifest of an artifact.
-
-    Raises SourceError if there is no manifest, or none that can be used.
-    """
-    manifest = _manifest(folder)
-    if manifest is None:
+def _hashes(artifact: Artifact) -> dict[str, str]:
+    """Return tensor name -> sha256 from the manifest of an artifact."""
+    if artifact.manifest is None:
         raise SourceError(
-            "the artifact has no manifest to check against", code="no-manifest", where=str(folder / MANIFEST)
+            "the artifact has no manifest to check against",
+            code="no-manifest",
+            where=str(artifact.folder / MANIFEST),
         )
-    return of_tensors(str(folder), manifest, "sha256", in_all=True)
-
-
-def _manifest(folder: Path) -> Mapping[str, Any] | None:
-    with LocalStore(folder) as store:
-        return read_manifest(store)
+    return of_tensors(str(artifact.folder), artifact.manifest, "sha256", in_all=True)

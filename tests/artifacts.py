@@ -84,3 +84,16 @@ def _entry(info: TensorInfo, data: bytes) -> dict[str, Any]:
         "sha256": sha,
         "sample": hashlib.sha256(middle).hexdigest()[:16],
     }
+
+
+def relabel(folder: Path, changes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Change entries of the header of an artifact's only file, no byte of its tensors: name -> new fields."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    for name, fields in changes.items():
+        header[name].update(fields)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])

@@ -1,11 +1,12 @@
 """What the manifest of an output says of its tensors, for whoever is about to use them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from w4pack.convert.errors import SourceError
+from w4pack.convert.errors import SourceError, VerifyError
 from w4pack.convert.files.store import Store
+from w4pack.convert.files.tensorfile import TensorInfo
 
 MANIFEST = "w4pack.json"
 HEAD_BYTES = 1 << 18  # what may name many layers lies before the large tables
@@ -38,6 +39,40 @@ def of_tensors(folder: str, manifest: Mapping[str, Any], key: str, *, in_all: bo
         return {str(name): str(entry[key]) for name, entry in tensors.items() if in_all or key in entry}
     except (KeyError, TypeError, AttributeError) as err:
         raise _unreadable(f"{folder}/{MANIFEST}", err) from err
+
+
+def relabelled(
+    tensors: Mapping[str, TensorInfo], manifest: Mapping[str, Any], folder: str
+) -> Iterator[VerifyError]:
+    """Yield what says that a header gives a tensor another dtype or shape than it was written with.
+
+    Bytes tell nothing of it: their hashes are right, and mean other numbers. Tensors that the manifest does
+    not know, or says nothing of, are left alone.
+
+    tensors   name -> what the headers say
+    manifest  as ``read_manifest`` returns it
+    folder    of the output, for messages
+
+    Raises SourceError for a manifest that cannot be used.
+    """
+    try:
+        told = manifest.get("tensors", {}).items()
+        written = [(name, entry.get("dtype"), entry.get("shape")) for name, entry in told]
+    except AttributeError as err:
+        raise _unreadable(f"{folder}/{MANIFEST}", err) from err
+    for name, dtype, shape in written:
+        info = tensors.get(name)
+        if info is None or (dtype in (None, info.dtype) and shape in (None, list(info.shape))):
+            continue
+        wanted = f"{dtype or info.dtype} {list(info.shape) if shape is None else shape}"
+        yield VerifyError(
+            "a tensor has another dtype or shape than it was written with",
+            code="tensor-relabelled",
+            where=f"{info.file}, {name}",
+            expected=f"{wanted}, as {MANIFEST} says",
+            found=f"{info.dtype} {list(info.shape)}",
+            hint=f"w4pack verify {folder}; take the file as it was written",
+        )
 
 
 def manifest_head(store: Store) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from w4pack.convert.quantize.stream import Stream
 from w4pack.convert.source.detect import Source, read_source
 from w4pack.convert.source.online import misplaced, unlike_written
 from w4pack.convert.source.reading import DetectOptions
+from w4pack.convert.source.written import relabelled_in
 
 BATCH_TOKENS = 4096  # in one run of a layer
 
@@ -34,11 +35,12 @@ Found = tuple[Score, Score | None, Difference | None]  # of the model, of the ot
 def read_model(checkpoint: Checkpoint) -> Source:
     """Understand a model. Raises what loaders raise for an artifact that was changed since it was written.
 
-    Refused for online records that do not fit, VerifyError for records that were changed and for tensors that
-    were exchanged, SourceError for records that are lost and for a manifest that cannot be read.
+    Refused for online records that do not fit, VerifyError for records and headers that were changed and for
+    tensors that were exchanged, SourceError for records that are lost and for a manifest that cannot be read.
     """
     source = read_source(checkpoint, DetectOptions())
     problems = () if source.problems else misplaced(source) or tuple(unlike_written(source))
+    problems = problems or (() if source.problems else relabelled_in(source))
     if problems:
         raise Refused.together(problems)
     told = read_manifest(checkpoint.store)

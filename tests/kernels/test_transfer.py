@@ -376,21 +376,21 @@ def test_a_changed_byte_is_found_by_the_hashes(
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"tensors": []}', '{"tensors": {"a.weight": 1}}'])
 def test_a_manifest_that_cannot_be_used(tmp_path: Path, content: str | None) -> None:
     write_artifact(tmp_path, {"a": LinearSpec(128, 128)})
-    artifact = open_artifact(tmp_path)
     (tmp_path / "w4pack.json").unlink()
     if content is not None:
         (tmp_path / "w4pack.json").write_text(content)
     with pytest.raises(SourceError) as caught:
+        artifact = open_artifact(tmp_path)
         transfer.load_tensors(artifact, rest(artifact.tensors, ()), "cpu", check_hashes=True)
     assert caught.value.code == ("manifest" if content else "no-manifest")
 
 
 def test_a_tensor_without_a_hash(tmp_path: Path) -> None:
     write_artifact(tmp_path, {"a": LinearSpec(128, 128)})
-    artifact = open_artifact(tmp_path)
     manifest = json.loads((tmp_path / "w4pack.json").read_text())
     del manifest["tensors"]["a.weight"]
     (tmp_path / "w4pack.json").write_text(json.dumps(manifest))
+    artifact = open_artifact(tmp_path)
     with pytest.raises(VerifyError) as caught:
         transfer.load_tensors(artifact, rest(artifact.tensors, ()), "cpu", check_hashes=True)
     assert caught.value.expected == "a sha256 in w4pack.json"

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from artifacts import write_artifact  # noqa: E402
+from artifacts import relabel, write_artifact  # noqa: E402
 from plugin import standins  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -67,6 +67,17 @@ def test_settings_that_are_there_are_not_asked_for(repository: Path) -> None:
     (repository / "w4pack.json").unlink()
     loader()._folder(str(repository), None)  # a folder is as it is
     assert standins.ASKED == []
+
+
+def test_tensors_that_were_relabelled_are_refused_from_their_headers(tmp_path: Path) -> None:
+    from w4pack.kernels.vllm import source
+
+    write_artifact(tmp_path, SPECS)
+    relabel(tmp_path, {"model.norm.weight": {"dtype": "BF16"}})
+    for look in (source.of_folder, loader()._check_files):
+        with pytest.raises(VerifyError) as caught:
+            look(str(tmp_path))
+        assert caught.value.code == "tensor-relabelled"
 
 
 @pytest.mark.parametrize("how", [{}, {"check_hashes": True}], ids=["samples", "hashes"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from artifacts import relabel
 from safetensors.torch import load_file, save_file
 
 from quantize import sources
@@ -77,7 +78,11 @@ def test_lost_records_are_told_by_the_options_of_the_manifest(change: Change, co
 def test_a_manifest_that_tells_nothing_is_no_bug(content: str, copy: Path, book: Path) -> None:
     edit(copy, lambda q: q.pop("online"))
     (copy / "w4pack.json").write_text(content)
-    assert GUIDE in checked(copy)
+    if content.endswith("}"):
+        assert GUIDE in checked(copy)
+    else:  # the loader cannot read it either
+        error = run("check", copy, "--engine", "w4pack", "--json").expect(1).error
+        assert error["what"] == "the manifest cannot be read"
     measured(copy, book).expect(3)
 
 
@@ -198,6 +203,16 @@ def test_an_artifact_without_its_records_is_not_converted(
     assert error["code"] == "artifact-online" and not (tmp_path / "out").exists()
 
 
+def test_a_tensor_that_was_relabelled_is_told(copy: Path, book: Path) -> None:
+    header = open_artifact(copy, online=True).tensors["model.norm.weight"]
+    relabel(copy, {header.name: {"dtype": {"F16": "BF16", "BF16": "F16"}[header.dtype]}})
+    error = measured(copy, book).expect(4).error
+    assert (error["code"], error["where"]) == ("tensor-relabelled", f"{header.file}, {header.name}")
+    for engine in ("w4pack", "vllm"):
+        assert run("check", copy, "--engine", engine, "--json").expect(4).error == error
+    assert run("generate", copy, "a", "--json").expect(4).error == error
+
+
 @pytest.mark.parametrize("content", ["[]", "{", {"tensors": []}, {"tensors": None}, {"tensors": {"a": None}}])
 def test_a_manifest_that_the_loader_cannot_read_is_refused_by_eval(
     content: Any, copy: Path, book: Path
@@ -236,6 +251,8 @@ def test_guides_of_another_dtype_are_told_each_by_its_name(copy: Path, book: Pat
     error = measured(copy, book).expect(3).error
     assert [p["found"] for p in error["problems"]] == ["I32", "I32"]
     assert all(p["where"].endswith(f".{n}.self_attn.k_guide") for n, p in enumerate(error["problems"]))
+    assert run("check", copy, "--engine", "w4pack", "--json").expect(4).error["code"] == "tensor-relabelled"
+    (copy / "w4pack.json").unlink()
     assert f"{GUIDE} F32" in checked(copy)
 
 

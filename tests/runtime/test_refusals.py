@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from artifacts import relabel  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -18,6 +19,7 @@ import w4pack  # noqa: E402
 from runtime import models  # noqa: E402
 from w4pack.convert import convert  # noqa: E402
 from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError  # noqa: E402
+from w4pack.kernels import transfer  # noqa: E402
 from w4pack.kernels.hf import quantizer  # noqa: E402
 
 DENSE, EXPERTS = "gptqmodel-w4g32-asym-desc-qwen2", "gptqmodel-w4g32-sym-desc-mixtral"
@@ -107,7 +109,11 @@ TENSORS = {
 @pytest.mark.parametrize("case", TENSORS)
 def test_tensors_that_do_not_fit_are_named(case: str, made: dict[str, Path], tmp_path: Path) -> None:
     name, edit, where = TENSORS[case]
-    for error in both(edited(made[name], tmp_path / "edited", edit)):
+    folder = edited(made[name], tmp_path / "edited", edit)
+    for error in both(folder):
+        assert where in str(error)
+    (folder / "w4pack.json").unlink()  # which tells of other dtypes and shapes first
+    for error in both(folder):
         assert isinstance(error, SourceError)
         assert where in str(error)
 
@@ -181,6 +187,18 @@ def test_hashes_are_compared_on_request(made: dict[str, Path], tmp_path: Path) -
     with pytest.raises(W4PackError, match=r"model\.norm\.weight"):
         w4pack.load(folder, check_hashes=True)
     w4pack.load(made[DENSE], check_hashes=True)
+
+
+def test_tensors_that_were_relabelled_are_named_before_anything_is_read(
+    made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(made[DENSE], tmp_path / "edited")
+    names = (f"{Q}.weight_scale", "model.norm.weight")
+    relabel(folder, {name: {"dtype": "BF16"} for name in names})
+    monkeypatch.setattr(transfer, "execute", None)
+    for error in both(folder):
+        told = {(p.code, p.where) for p in error.problems}
+        assert told == {("tensor-relabelled", f"model.safetensors, {name}") for name in names}
 
 
 def test_tensors_that_were_exchanged_are_named_without_being_asked(

@@ -1,0 +1,90 @@
+"""Headers that give a tensor another dtype or shape than was written: right bytes that mean other numbers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artifacts import relabel, write_artifact
+
+from w4pack.convert.errors import SourceError, VerifyError
+from w4pack.kernels.artifact import open_artifact
+from w4pack.kernels.spec import LinearSpec
+
+SPECS = {"a": LinearSpec(128, 64, group_size=32, bias=True)}
+DENSE = {"model.norm.weight": ("F16", (64,)), "table": ("F32", (2, 8))}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    write_artifact(tmp_path, SPECS, dense=DENSE)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "written"),
+    [
+        ("a.weight_scale", {"dtype": "BF16"}, "F16 [4, 64]"),
+        ("a.bias", {"dtype": "BF16"}, "F16 [64]"),
+        ("model.norm.weight", {"dtype": "BF16"}, "F16 [64]"),
+        ("model.norm.weight", {"dtype": "I16"}, "F16 [64]"),
+        ("table", {"dtype": "F64", "shape": [8]}, "F32 [2, 8]"),
+        ("table", {"shape": [8, 2]}, "F32 [2, 8]"),
+        ("table", {"shape": [16]}, "F32 [2, 8]"),
+    ],
+)
+def test_a_tensor_that_was_relabelled_is_named(
+    name: str, header: dict[str, Any], written: str, made: Path
+) -> None:
+    open_artifact(made)
+    relabel(made, {name: header})
+    with pytest.raises(VerifyError) as caught:
+        open_artifact(made)
+    told = caught.value
+    assert (told.code, told.where) == ("tensor-relabelled", f"model.safetensors, {name}")
+    assert told.expected == f"{written}, as w4pack.json says" and told.found != written
+    assert told.hint is not None and told.hint.startswith(f"w4pack verify {made}")
+
+
+def test_all_of_them_are_named_at_once(made: Path) -> None:
+    relabel(made, {"a.weight_scale": {"dtype": "BF16"}, "table": {"shape": [16]}})
+    with pytest.raises(VerifyError) as caught:
+        open_artifact(made)
+    assert len(caught.value.problems) == 2
+
+
+def test_what_no_artifact_may_have_is_said_first(made: Path) -> None:
+    """A scale in fp32 is no relabelled one: no kernel takes it, whatever was written."""
+    relabel(made, {"a.weight_scale": {"dtype": "F32", "shape": [2, 64]}})
+    with pytest.raises(SourceError) as caught:
+        open_artifact(made)
+    assert caught.value.code == "tensor-mismatch"
+
+
+def manifest(folder: Path, edit: Any) -> None:
+    path = folder / "w4pack.json"
+    value = json.loads(path.read_text())
+    path.write_text(json.dumps(edit(value)))
+
+
+@pytest.mark.parametrize("keys", [["dtype"], ["shape"], ["dtype", "shape"]])
+def test_a_manifest_that_does_not_tell_is_not_asked(keys: list[str], made: Path) -> None:
+    def edit(value: dict[str, Any]) -> dict[str, Any]:
+        entries = value["tensors"].items()
+        return {**value, "tensors": {n: {k: v for k, v in e.items() if k not in keys} for n, e in entries}}
+
+    manifest(made, edit)
+    open_artifact(made)
+
+
+def test_tensors_that_only_one_of_them_knows_are_left_to_the_model(made: Path) -> None:
+    manifest(made, lambda v: {**v, "tensors": {**v["tensors"], "gone": v["tensors"].pop("table")}})
+    open_artifact(made)
+
+
+@pytest.mark.parametrize("tensors", [[], None, {"table": None}, {"table": 3}])
+def test_a_manifest_of_another_form_is_an_error(tensors: Any, made: Path) -> None:
+    manifest(made, lambda v: {**v, "tensors": tensors})
+    with pytest.raises(SourceError) as caught:
+        open_artifact(made)
+    assert (caught.value.code, caught.value.where) == ("manifest", str(made / "w4pack.json"))
