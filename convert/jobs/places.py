@@ -7,7 +7,7 @@ from typing import Any
 
 from w4pack.convert.errors import OutputError
 from w4pack.convert.files.checkpoint import Checkpoint
-from w4pack.convert.jobs import journal
+from w4pack.convert.jobs import journal, samejob
 from w4pack.convert.jobs.complete import finished_plan, refuse_other_source
 from w4pack.convert.jobs.identity import folder_of
 from w4pack.convert.jobs.running import Running
@@ -45,13 +45,13 @@ def check_asked(out: Path, options: ConvertOptions, running: Running) -> None:
     """
     log = Staging(out).journal
     if running.resume and log.is_file():
-        journal.check_asked(log, journal.asked(options.to, options.chosen(), strict=running.strict))
+        journal.check_asked(log, samejob.asked(options.to, options.chosen(), strict=running.strict))
 
 
 def decided_before(out: Path, job: Mapping[str, Any], running: Running) -> Mapping[str, Any]:
     """Return what an interrupted run decided before its first step, where ``--resume`` was given.
 
-    job  see ``journal.identity``. Raises Refused where the interrupted run had another one.
+    job  see ``samejob.identity``. Raises Refused where the interrupted run had another one.
     """
     log = Staging(out).journal
     return journal.read_results(log, job) if running.resume and log.is_file() else {}

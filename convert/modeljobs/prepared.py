@@ -18,9 +18,9 @@ from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.files.sidefiles import TOKENIZERS, has_tokenizer
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.jobs.identity import folder_of, source_files
-from w4pack.convert.jobs.journal import identity
 from w4pack.convert.jobs.places import decided_before
 from w4pack.convert.jobs.running import Running, check_device
+from w4pack.convert.jobs.samejob import identity
 from w4pack.convert.modeljobs.complete import refuse_incomplete
 from w4pack.convert.modeljobs.decided import chosen_before
 from w4pack.convert.modeljobs.mixed import Chosen, choose
