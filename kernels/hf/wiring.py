@@ -21,8 +21,9 @@ from w4pack.kernels.hf.kv_pages import KVPlan
 from w4pack.kernels.hf.online import OnlinePlan
 from w4pack.kernels.hf.skeleton import Skeleton, replace
 from w4pack.kernels.quarot.experts import QuantizedExperts
-from w4pack.kernels.quarot.fronts import Front, FusedNorm, GatedFront, HeadsFront, NormFront, PlainFront
+from w4pack.kernels.quarot.fronts import Front, GatedFront, HeadsFront, NormFront, PlainFront
 from w4pack.kernels.quarot.modules import GatedMLP, put_front
+from w4pack.kernels.quarot.norms import FusedNorm
 from w4pack.kernels.quarot.transform import Transform
 
 OPERATOR_OF = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> the operator's

@@ -9,36 +9,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from w4pack.convert.core.scheme import WIDE
 from w4pack.kernels.quarot import quantize_ops
+from w4pack.kernels.quarot.norms import FusedNorm
 
 UNIT = 64  # columns that the operators' output is padded to
 Codes = tuple[torch.Tensor, torch.Tensor]
-
-
-class FusedNorm(nn.Module):
-    """An RMS norm that its readers compute: hands its input on. Its weight keeps name and place.
-
-    Args:
-        weight: (K,), as in the file.
-        eps: under the root.
-        plus_one: the factor is 1 + weight.
-    """
-
-    gain: torch.Tensor | None
-
-    def __init__(self, weight: nn.Parameter, eps: float, *, plus_one: bool) -> None:
-        super().__init__()
-        self.weight, self.eps = weight, eps
-        factor = weight.detach().float() + (1.0 if plus_one else 0.0)
-        folded = bool((factor == 1).all())  # rotation has moved it into the readers
-        self.register_buffer("gain", None if folded else factor, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x."""
-        return x
 
 
 @dataclass(frozen=True)
@@ -90,7 +67,7 @@ class NormFront(Front):
         """Return codes of the norm of x (M, K)."""
         norm = self.norm
         found: Codes = quantize_ops.norm_quantize(
-            x, norm.gain, norm.eps, self.transform, bits, self.clip, order, width
+            x, norm.gain(), norm.eps, self.transform, bits, self.clip, order, width
         )
         return found
 

@@ -32,6 +32,7 @@ def norm(x: "Tensor", gain: "Tensor | None", eps: float, transform: str, form: F
         checks.has_dtype(gain, "gain", (torch.float32, torch.float16, torch.bfloat16), 1)
         checks.has_shape(gain, "gain", (k,))
         checks.require(gain.is_contiguous(), "gain is not contiguous", "gain", "contiguous", gain.stride())
+        checks.starts(gain, "gain", checks.VECTOR)
         checks.same_device("gain", gain, "x", x)
     _output(k, form)
     return _transform(transform, k)
