@@ -196,7 +196,7 @@ class FusedLinear(PackedTensors):
         """Return the columns of one part, (..., its out_features), of x (..., in_features)."""
         y, missing = self._take(place, x)
         if missing:
-            self._held[:] = [x, version(x), y, missing]
+            self._held[:] = [x, _version(x), y, missing]
         start = self.starts[place]
         return y[..., start : start + self.parts[place].spec.out_features]
 
@@ -204,7 +204,7 @@ class FusedLinear(PackedTensors):
         """Return the output for x and the parts that have not taken theirs; nothing is held afterwards."""
         held = list(self._held)
         self._held.clear()
-        if held and held[0] is x and held[1] == version(x) and place in held[3]:
+        if held and held[0] is x and held[1] == _version(x) and place in held[3]:
             return held[2], tuple(p for p in held[3] if p != place)
         return self.product(x), tuple(p for p in range(len(self.parts)) if p != place)
 
@@ -227,7 +227,7 @@ class FusedLinear(PackedTensors):
                 part._put(name, whole)
 
 
-def version(x: torch.Tensor) -> int:
+def _version(x: torch.Tensor) -> int:
     """Return a number that changes when x is written to; inference tensors and traced ones have none."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
