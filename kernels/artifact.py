@@ -27,6 +27,7 @@ from w4pack.kernels.packed import compare, packed_modules, shown, spec_of, tenso
 from w4pack.kernels.spec import LinearSpec
 
 Expected = tuple[str | None, tuple[int, ...]]
+COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 STRICT_NOTICES = {
     "not-in-index": "the index does not name every tensor of its shards",
     "index-total-size": "the index gives another total size",
@@ -204,6 +205,13 @@ def _oddities(checkpoint: Checkpoint) -> Iterator[SourceError]:
 
 
 # ---------------------------------------------------------------- what a model expects
+
+
+def is_computed(name: str) -> bool:
+    """Tell whether a tensor is a table that every model computes for itself: old files hold some, at whatever
+    precision, and all loaders leave them aside.
+    """
+    return name.endswith(COMPUTED)
 
 
 def compare_names(

@@ -183,10 +183,10 @@ def _fill(frame: Skeleton, found: Joins, tensors: dict[str, torch.Tensor], dtype
 
     def layer(key: str) -> dict[str, torch.Tensor]:
         names = [f"{key}.{suffix}" for suffix in SUFFIXES]
-        found = {name.rpartition(".")[2]: tensors.pop(name) for name in names if name in tensors}
-        if "bias" in found:
-            found["bias"] = found["bias"].to(dtype)
-        return found
+        parts = {name.rpartition(".")[2]: tensors.pop(name) for name in names if name in tensors}
+        if "bias" in parts:
+            parts["bias"] = parts["bias"].to(dtype)
+        return parts
 
     for number, fusion in enumerate(found.fusions):
         FusedLinear(fusion.spec, [frame.layer(name) for name in fusion.members], layer(f"fusion {number}"))
@@ -197,11 +197,11 @@ def _fill(frame: Skeleton, found: Joins, tensors: dict[str, torch.Tensor], dtype
         path = frame.names.tensor(name)[0] if name in frame.artifact.tensors else name
         module, _, leaf = path.rpartition(".")
         place = frame.model.get_submodule(module)
+        tensor = tensor.to(frame.dtype_of(path))
         if leaf in place._buffers:
             place._buffers[leaf] = tensor
-            continue
-        tensor = tensor.to(frame.dtype_of(path))
-        place._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            place._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
 
 
 def _tie(frame: Skeleton) -> None:
@@ -218,6 +218,7 @@ def _finish(model: PreTrainedModel, artifact: Artifact) -> None:
     model.config.name_or_path = str(artifact.folder)
     if (artifact.folder / "generation_config.json").is_file():
         model.generation_config = _generation_config(artifact)
+    skeleton.mark_filled(model)
     model.eval()
 
 

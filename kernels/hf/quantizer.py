@@ -99,6 +99,7 @@ class W4PackQuantizer(HfQuantizer):
         joins.join(self.skeleton, self.joins)
         if self.running is not None:
             wiring.wire(self.skeleton, self.running)
+        skeleton.mark_filled(model)
         del self.skeleton, self.joins, self.running, self.dtypes
         return model
 

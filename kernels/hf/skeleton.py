@@ -5,7 +5,7 @@ Both ways into transformers use it, ``load`` and ``from_pretrained``. No tensor 
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from w4pack.convert.errors import Refused, SourceError, W4PackError
 from w4pack.convert.source.online_places import GUIDE
-from w4pack.kernels.artifact import Artifact, Expected, compare_names
+from w4pack.kernels.artifact import Artifact, Expected, compare_names, is_computed
 from w4pack.kernels.experts import ExpertParts
 from w4pack.kernels.hf.names import Names
 from w4pack.kernels.modules import PackedLinear
@@ -22,7 +22,6 @@ from w4pack.kernels.spec import LinearSpec
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 FP32_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-IGNORED = ("rotary_emb.inv_freq",)  # old files hold what is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,8 @@ class Skeleton:
         return found
 
     def dtype_of(self, path: str) -> torch.dtype:
-        """Return the dtype of a parameter: the file's for packed tensors, for others the model's, or fp32
-        where the model class asks for it.
+        """Return the dtype of a parameter or buffer: the file's for packed tensors, for others the model's,
+        or fp32 where the model class asks for it.
         """
         module, _, leaf = path.rpartition(".")
         owner = self.model.get_submodule(module)
@@ -55,13 +54,16 @@ class Skeleton:
         return torch.float32 if not packed and any(part in path for part in wide) else own
 
     def wants(self, tensor: str) -> bool:
-        """Tell whether the model has a place for a tensor of the file; the others it leaves aside."""
+        """Tell whether the model has a place for a tensor of the file; the others it leaves aside.
+
+        Buffers that no file is to have (``persistent=False``) are no place: the model computes them.
+        """
         module, _, leaf = self.names.tensor(tensor)[0].rpartition(".")
         try:
             found = self.model.get_submodule(module)
         except AttributeError:
             return False
-        return leaf in found._parameters or leaf in found._buffers
+        return leaf in found._parameters or leaf in found._buffers.keys() - found._non_persistent_buffers_set
 
 
 def build(
@@ -81,7 +83,7 @@ def build(
         SourceError: tensors that the model misses, or does not know, or that have other shapes.
     """
     names = Names(model, artifact.specs)
-    ignored = _ignored(model)
+    ignored = _left_aside(model)
     paths = {name: names.module(name) for name in artifact.specs if not ignored(f"{name}.weight")}
     _replace(model, artifact, paths, dtype, expert_layers)
     _guides(model, artifact, names)
@@ -89,6 +91,12 @@ def build(
         del model.all_tied_weights_keys[tied]  # a packed head is its own, whatever the config says
     compare_names(artifact, _expected(model, artifact, names, paths), tied=model.all_tied_weights_keys)
     return Skeleton(model, artifact, names, paths)
+
+
+def mark_filled(model: nn.Module) -> None:
+    """Tell transformers that all modules have their numbers: ``init_weights`` draws others for the rest."""
+    for module in model.modules():
+        module._is_hf_initialized = True
 
 
 # ---- replacing -------------------------------------------------------------------------------------
@@ -246,7 +254,7 @@ def _expected(
     """Return what the model wants, by the names of the file. Packed layers were compared with their specs
     when the artifact was opened, and with the model when they were placed.
     """
-    state, ignored = model.state_dict(), _ignored(model)
+    state, ignored = model.state_dict(), _left_aside(model)
     expected: dict[str, Expected] = {}
     merged: Counter[tuple[str, int]] = Counter()
     found: set[str] = set()
@@ -274,12 +282,7 @@ def _expected(
     return expected | {path: (None, tuple(state[path].shape)) for path in missing}
 
 
-class _ignored:  # noqa: N801 - reads as a question
-    """Tell whether the model class leaves a tensor of the file aside."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        patterns: Iterable[str] = model._keys_to_ignore_on_load_unexpected or ()
-        self._patterns = [re.compile(p) for p in (*patterns, *map(re.escape, IGNORED))]
-
-    def __call__(self, name: str) -> bool:
-        return any(pattern.search(name) for pattern in self._patterns)
+def _left_aside(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Return what tells whether the model class leaves a tensor of the file aside."""
+    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    return lambda name: is_computed(name) or any(pattern.search(name) for pattern in patterns)

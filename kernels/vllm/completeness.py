@@ -9,7 +9,7 @@ from vllm.distributed import get_pp_group
 
 from w4pack.convert.errors import Refused, SourceError, W4PackError, name_some
 from w4pack.convert.files.tensorfile import TensorInfo, natural_order
-from w4pack.kernels.artifact import Artifact, compare_names
+from w4pack.kernels.artifact import Artifact, compare_names, is_computed
 from w4pack.kernels.packed import shown, tensor_error
 from w4pack.kernels.vllm.lazy import Ledger, address
 from w4pack.kernels.vllm.linear import W4PackLinearMethod
@@ -18,7 +18,6 @@ from w4pack.kernels.vllm.unusable import METHOD
 
 Read = tuple[Mapping[str, TensorInfo], Ledger]  # what a folder's files hold, and what became of it
 DRAFTS = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.")  # layers that predict several tokens, in their own place
-COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # old files hold them
 
 
 def check_built(model: nn.Module, config: Any, *, is_online: bool) -> None:
@@ -107,7 +106,7 @@ def _left_aside(name: str, model_config: Any) -> bool:
     Such are tables that it computes, the head of a model that ties it or pools, and layers that draft.
     """
     config = model_config.hf_text_config
-    if name.endswith(COMPUTED) or DRAFTS.match(name) or _is_part(config):
+    if is_computed(name) or DRAFTS.match(name) or _is_part(config):
         return True
     has_no_head = getattr(config, "tie_word_embeddings", False) or model_config.runner_type == "pooling"
     if has_no_head and name.startswith("lm_head."):
