@@ -7,7 +7,7 @@
 
 // GROUP_K: rows of a group, or of a unit where a group has as many or more, if the kernel knows; 0: its launch says so.
 template <class T, int GROUP_K = 0> struct WgmmaUnit {
-  static constexpr int UNIT_SHIFT = 7;  // groups of 128 and more
+  static constexpr int UNIT_SHIFT = T::UNIT_K == 128 ? 7 : 6;  // groups of a whole unit and more
 
   const Problem &p;
   const Lane<T> lane;

@@ -51,11 +51,13 @@ template <class UNIT> DEVICE void multiply_by(const Problem &p, int slot) {
   }
 }
 
-// Each size of group has its loop: without a branch between products that of 128 and more, with one look at scales, has a
+// Each size of group has its loop: without branches between products that of a whole unit, with one look at scales, has a
 // fifth fewer instructions.
 DEVICE void multiply(const Problem &p, int slot) {
-  if (p.group_shift >= WgmmaUnit<T>::UNIT_SHIFT) return multiply_by<WgmmaUnit<T, 128>>(p, slot);
-  if (p.group_shift > SMALLEST_GROUP_SHIFT) return multiply_by<WgmmaUnit<T, 64>>(p, slot);
+  if (p.group_shift >= WgmmaUnit<T>::UNIT_SHIFT) return multiply_by<WgmmaUnit<T, T::UNIT_K>>(p, slot);
+  if constexpr (T::UNIT_K > 64) {
+    if (p.group_shift > SMALLEST_GROUP_SHIFT) return multiply_by<WgmmaUnit<T, 64>>(p, slot);
+  }
   multiply_by<WgmmaUnit<T, 32>>(p, slot);
 }
 
