@@ -43,7 +43,7 @@ class PackedTensors(nn.Module):
         for name in SUFFIXES:
             tensor: torch.Tensor | None = getattr(self, name, None)
             if tensor is not None:
-                moved = fn(tensor) if tensor.is_meta or name == "bias" else tensor.to(_target(fn, tensor))
+                moved = fn(tensor) if name == "bias" else without_cast(fn, tensor)
                 if moved is not tensor:
                     self._put(name, moved)
         return self
@@ -101,9 +101,11 @@ def _rows(spec: LinearSpec, act_perm: torch.Tensor | None, x: torch.Tensor) -> t
     return x.contiguous()
 
 
-def _target(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.device:
-    """Return where ``fn`` sends a tensor; an integer is what no cast touches."""
-    return fn(torch.empty(0, dtype=torch.int32, device=tensor.device)).device
+def without_cast(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor where ``fn`` of ``nn.Module._apply`` sends it, in its own dtype."""
+    if tensor.is_meta:
+        return fn(tensor).to(tensor.dtype)
+    return tensor.to(fn(torch.empty(0, dtype=torch.int32, device=tensor.device)).device)  # no cast's affair
 
 
 class PackedLinear(PackedTensors):

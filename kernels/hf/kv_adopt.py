@@ -42,22 +42,22 @@ def adopt(cache: Cache, plans: Sequence[KVPlan]) -> Steps:
         raise foreign(f"{type(cache).__name__} that was filled by another model")
     steps = Steps()
     own = enumerate(cache.layers)
-    cache.layers = [_layer(layer, plans[number], steps, number == 0) for number, layer in own]
+    cache.layers = [_layer(layer, plans[number], steps, number) for number, layer in own]
     if replicated is not None:
         cache.layer_class_to_replicate = lambda: KVLayer(
-            plans[len(cache.layers)], steps, leads=not cache.layers
+            plans[len(cache.layers)], steps, number=len(cache.layers), leads=not cache.layers
         )
     return steps
 
 
-def _layer(own: Any, plan: KVPlan, steps: Steps, leads: bool) -> KVLayer:
+def _layer(own: Any, plan: KVPlan, steps: Steps, number: int) -> KVLayer:
     static = isinstance(own, StaticLayer)
     window = 0
     if isinstance(own, WINDOWED):
         window = own.max_cache_len if static else own.sliding_window
     # A static window's room is that of its pages: how long the cache is to be is not known.
     room = own.max_cache_len if static else None
-    layer = KVLayer(plan, steps, window=window, room=room, leads=leads)
+    layer = KVLayer(plan, steps, number=number, window=window, room=room, leads=number == 0)
     if static and window:
         layer.room = (layer.most_pages or 0) * PAGE
     return layer

@@ -7,7 +7,7 @@ that is called without a cache has its keys and values quantized all the same.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from w4pack.convert.errors import Refused, UsageError
 from w4pack.convert.quantize.skeleton import CACHE_NAMES
 from w4pack.kernels.hf.kv_adopt import adopt
 from w4pack.kernels.hf.kv_cache import KVLayer
+from w4pack.kernels.hf.kv_guides import guides_of
 from w4pack.kernels.hf.kv_pages import KVPlan
 from w4pack.kernels.hf.kv_steps import Steps
 
@@ -77,6 +78,7 @@ def _alone(
         )
     plan: KVPlan = getattr(module, PLAN)
     steps = Steps()
+    steps.guides = guides_of([module])
     steps.begin(query.shape[0], query.shape[2], query.device, mask)
     layer = KVLayer(plan, steps)
     layer.update(key, value)
@@ -118,7 +120,7 @@ def install(model: PreTrainedModel, decoder: nn.Module, plans: Mapping[nn.Module
     for module, plan in plans.items():
         setattr(module, PLAN, plan)
     model.set_attn_implementation(ATTENTION)
-    decoder.register_forward_pre_hook(_Before(decoder, tuple(plans.values())), with_kwargs=True)
+    decoder.register_forward_pre_hook(_Before(decoder, plans), with_kwargs=True)
 
 
 # On import, so that a model that was pickled finds them.
@@ -129,8 +131,8 @@ AttentionMaskInterface.register(ATTENTION, mask)
 class _Before:
     """What runs before each pass of the decoder."""
 
-    def __init__(self, decoder: nn.Module, plans: Sequence[KVPlan]) -> None:
-        self.plans = plans
+    def __init__(self, decoder: nn.Module, plans: Mapping[nn.Module, KVPlan]) -> None:
+        self.modules, self.plans = tuple(plans), tuple(plans.values())
         forward = inspect.unwrap(type(decoder).forward)
         self.positional = tuple(inspect.signature(forward).parameters)[1:]
 
@@ -150,6 +152,7 @@ class _Before:
                 return (), given
             given[name] = DynamicCache(config=config)
         steps = adopt(given[name], self.plans)
+        steps.guides = guides_of(self.modules)
         tokens = given.get("input_ids")
         tokens = given["inputs_embeds"] if tokens is None else tokens
         steps.begin(tokens.shape[0], tokens.shape[1], tokens.device, _of_tokens(given.get("attention_mask")))

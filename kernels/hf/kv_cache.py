@@ -24,6 +24,7 @@ class KVLayer(CacheLayerMixin):
     Args:
         plan: how they are stored.
         steps: of the cache, shared by its layers.
+        number: of the layer.
         window: tokens that are seen, of a layer with a sliding window; 0: all.
         room: tokens that there is room for from the start; None: room grows.
         leads: whether this layer, for all, changes ``steps`` where the batch is changed.
@@ -36,10 +37,18 @@ class KVLayer(CacheLayerMixin):
     values: torch.Tensor  # and their scales and zero points
 
     def __init__(
-        self, plan: KVPlan, steps: Steps, *, window: int = 0, room: int | None = None, leads: bool = False
+        self,
+        plan: KVPlan,
+        steps: Steps,
+        *,
+        number: int = 0,
+        window: int = 0,
+        room: int | None = None,
+        leads: bool = False,
     ) -> None:
         super().__init__()
-        self.plan, self.steps, self.window, self.room, self.leads = plan, steps, window, room, leads
+        self.plan, self.steps, self.number, self.leads = plan, steps, number, leads
+        self.window, self.room = window, room
         self.is_sliding = bool(window)
         self.count = 0  # tokens that were passed, padding included
         self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -112,7 +121,7 @@ class KVLayer(CacheLayerMixin):
         if self.window and tokens > CHUNK:
             self._waiting = (k, v)
         else:
-            self.store.append(k, v, self._view(step, 0, tokens))
+            self.store.append(k, v, self._view(step, 0, tokens), self._guide)
         return self, self
 
     def _step(self, keys: torch.Tensor) -> Step:
@@ -131,6 +140,10 @@ class KVLayer(CacheLayerMixin):
             )
         return step.on(self.device)
 
+    @property
+    def _guide(self) -> torch.Tensor | None:
+        return self.steps.guides[self.number] if self.steps.guides else None
+
     def _view(self, step: Step, first: int, tokens: int) -> View:
         return step.view(self.window, self.store.each, first, tokens)
 
@@ -142,7 +155,7 @@ class KVLayer(CacheLayerMixin):
         for first in range(0, k.shape[2], CHUNK):
             piece = slice(first, min(first + CHUNK, k.shape[2]))
             view = self._view(step, first, piece.stop - first)
-            self.store.append(k[:, :, piece], v[:, :, piece], view)
+            self.store.append(k[:, :, piece], v[:, :, piece], view, self._guide)
 
     def attend(self, q: torch.Tensor, scale: float, window: int, softcap: float) -> torch.Tensor:
         """Return the attention (B, T, heads, size) of queries (B, heads, T, size), those of the last update.
@@ -178,7 +191,7 @@ class KVLayer(CacheLayerMixin):
         for first in range(0, q.shape[2], CHUNK):
             piece = slice(first, min(first + CHUNK, q.shape[2]))
             view = self._view(step, first, piece.stop - first)
-            self.store.append(k[:, :, piece], v[:, :, piece], view)
+            self.store.append(k[:, :, piece], v[:, :, piece], view, self._guide)
             found.append(self.store.attend(q[:, :, piece], view, scale, window, softcap))
         return torch.cat(found, 1)
 

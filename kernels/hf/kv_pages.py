@@ -3,7 +3,7 @@
 What lies in a page is said in ``quarot.kv_layout``; which tokens lie in which page, in ``kv_steps``.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -13,18 +13,16 @@ from w4pack.kernels.quarot import kv, kv_layout
 
 @dataclass(frozen=True, slots=True)
 class KVPlan:
-    """How keys and values of a layer are stored.
+    """How keys and values are stored.
 
     bits       4 or 8
     transform  key of that of keys and queries
-    guide      of the keys, float32 (2, heads, size), or None
     """
 
     bits: int
     clip_k: float
     clip_v: float
     transform: str
-    guide: torch.Tensor | None = field(default=None, compare=False)
 
 
 class Pages:
@@ -48,7 +46,6 @@ class Pages:
 
     def __init__(self, rows: int, heads: int, size: int, plan: KVPlan, device: torch.device) -> None:
         self.rows, self.heads, self.size, self.plan, self.device = rows, heads, size, plan, device
-        self.guide = None if plan.guide is None else plan.guide.to(device)  # a model may be moved
         self.each = 0
         self.codes, self.params = self._empty(0)
         self.table = self._numbers()
@@ -75,8 +72,11 @@ class Pages:
         self.each = each
         self.table = self._numbers()
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, view: View) -> None:
-        """Store keys, transformed, and values (B, heads, T, size) where ``view`` says."""
+    def append(self, k: torch.Tensor, v: torch.Tensor, view: View, guide: torch.Tensor | None) -> None:
+        """Store keys, transformed, and values (B, heads, T, size) where ``view`` says.
+
+        ``guide``: of the keys, float32 (2, heads, size), or None.
+        """
         plan = self.plan
         kv.kv_append(
             k,
@@ -89,7 +89,7 @@ class Pages:
             plan.clip_k,
             plan.clip_v,
             plan.bits,
-            self.guide,
+            guide,
         )
 
     def attend(self, q: torch.Tensor, view: View, scale: float, window: int, softcap: float) -> torch.Tensor:

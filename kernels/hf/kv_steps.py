@@ -96,6 +96,7 @@ class Steps:
     lengths   int32 (B,): tokens that count
     position  int64 (): ``count`` on the device, for a graph that is replayed
     mask      bool (B, count), or None where there was no padding
+    guides    of the keys, each layer's, as the model holds them in this pass; empty: none
     """
 
     def __init__(self) -> None:
@@ -104,6 +105,7 @@ class Steps:
         self.position: torch.Tensor | None = None
         self.mask: torch.Tensor | None = None
         self.step: Step | None = None
+        self.guides: tuple[torch.Tensor | None, ...] = ()
 
     def begin(self, rows: int, tokens: int, device: torch.device, mask: torch.Tensor | None = None) -> None:
         """Begin a pass.

@@ -5,18 +5,17 @@ hands the stream on, and each reader computes the norm with its front. Readers i
 norm, and the transform where there is one, in 16 bit.
 """
 
-from dataclasses import replace as replace_fields
-
 from torch import nn
 from transformers.activations import ACT2FN
 
 from w4pack.convert.core.families import expert_index
 from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.quantize.guides import SOFTCAP, refuse_guide
+from w4pack.convert.rotate.accounting import Layer
 from w4pack.convert.rotate.architecture import Block
 from w4pack.convert.source.online_places import GUIDE, guide_of
 from w4pack.kernels.experts import PackedExperts
-from w4pack.kernels.hf import kv_attention
+from w4pack.kernels.hf import kv_attention, kv_guides
 from w4pack.kernels.hf.kv_pages import KVPlan
 from w4pack.kernels.hf.online import OnlinePlan
 from w4pack.kernels.hf.skeleton import Skeleton, replace
@@ -38,6 +37,7 @@ def wire(frame: Skeleton, made: OnlinePlan) -> None:
         wiring.attention_output(layer.attention)
         wiring.readers(layer.mlp, "mlp_in")
         wiring.mlp_output(layer.mlp)
+    wiring.guides()
     if made.settings.kv_bits != WIDE:
         wiring.cache()
     frame.model.online_settings = made.settings
@@ -139,19 +139,30 @@ class _Wiring:
 
     # ---- the cache
 
+    def guides(self) -> None:
+        """Keep the guides of keys as they are in the file, also where the cache needs none."""
+        if self.made.records.kv is not None and self.made.records.kv.guide:
+            for layer in self.made.at.layers:
+                kv_guides.keep(self.attention(layer))
+
+    def attention(self, layer: Layer) -> nn.Module:
+        """Return the module of a layer's attention."""
+        place = self.place(layer.attention.writers[0]).rpartition(".")[0]
+        found: nn.Module = self.model.get_submodule(place)
+        return found
+
     def cache(self) -> None:
         """Attention over a quantized cache."""
         quant, bits = self.made.records.kv, self.made.settings.kv_bits
         assert quant is not None
         stored = KVPlan(bits, quant.clip_k[bits], quant.clip_v[bits], self.transform("qk"))
+        softcap = getattr(self.model.config.get_text_config(), SOFTCAP, None)
         plans: dict[nn.Module, KVPlan] = {}
         for layer in self.made.at.layers:
-            module = self.model.get_submodule(self.place(layer.attention.writers[0]).rpartition(".")[0])
-            guide = module.get_buffer(GUIDE) if quant.guide else None
-            if guide is not None:
-                softcap = getattr(self.model.config.get_text_config(), SOFTCAP, None)
-                refuse_guide(guide_of(layer), guide, softcap)
-            plans[module] = replace_fields(stored, guide=guide)
+            module = self.attention(layer)
+            if quant.guide:
+                refuse_guide(guide_of(layer), module.get_buffer(GUIDE), softcap)
+            plans[module] = stored
         layers = self.place(self.made.at.layers[0].attention.writers[0]).partition(".layers.")[0]
         kv_attention.install(self.model, self.model.get_submodule(layers), plans)
 

@@ -310,7 +310,7 @@ def test_head_sizes_without_kernel_are_refused(size: int, value: int, text: str)
 def test_the_hook_reads_positional_arguments_too() -> None:
     decoder = transformers.LlamaModel(LlamaConfig(**SIZES, head_dim=SIZE, hidden_size=64, vocab_size=8))
     decoder.set_attn_implementation(ATTENTION)
-    before = _Before(decoder, [PLAIN, PLAIN])
+    before = _Before(decoder, {layer.self_attn: PLAIN for layer in decoder.layers})
     given = before(decoder, (torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5)), {"use_cache": True})[1]
     cache = given[fake.CACHE]
     assert cache.layers[0].steps.lengths.tolist() == [5, 5]

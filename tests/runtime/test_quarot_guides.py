@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,116 @@ def test_generation_reads_what_was_appended_with_guides(out: Path) -> None:
     with torch.no_grad():
         for end in range(TOKENS.shape[1], whole.shape[1]):
             assert torch.equal(model(whole[:, :end]).logits[:, -1].argmax(-1), whole[:, end])
+
+
+# ---- what reaches a guide --------------------------------------------------------------------------
+
+
+def _logits(model: Any, cache: Any = None) -> Any:
+    with torch.no_grad():
+        return model(TOKENS, **({} if cache is None else {fake.CACHE: cache})).logits.float()
+
+
+def _guides(model: Any) -> list[Any]:
+    return [layer.self_attn.get_buffer(GUIDE) for layer in model.model.layers]
+
+
+def _in_place(model: Any, values: list[Any]) -> None:
+    for guide, value in zip(_guides(model), values, strict=True):
+        guide.data.copy_(value)
+
+
+def _replaced(model: Any, values: list[Any]) -> None:
+    for layer, value in zip(model.model.layers, values, strict=True):
+        setattr(layer.self_attn, GUIDE, value)
+
+
+def _load(model: Any, values: list[Any], *, assign: bool, dtype: Any = torch.float32) -> None:
+    names = [name for name in model.state_dict() if name.endswith(GUIDE)]
+    changed = dict(zip(names, (value.to(dtype) for value in values), strict=True))
+    model.load_state_dict({**model.state_dict(), **changed}, assign=assign)
+
+
+CHANGES: dict[str, Callable[[Any, list[Any]], None]] = {
+    "load_state_dict": lambda model, values: _load(model, values, assign=False),
+    "assigned": lambda model, values: _load(model, values, assign=True),
+    "assigned in float64": lambda model, values: _load(model, values, assign=True, dtype=torch.float64),
+    "in place": _in_place,
+    "replaced": _replaced,
+    "in place after a cast": lambda model, values: _in_place(model.to(model.dtype), values),
+}
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("how", CHANGES)
+def test_other_guides_are_the_logits_of_a_file_with_them(
+    how: str, static: bool, out: Path, tmp_path: Path
+) -> None:
+    """Also in a cache that was begun before."""
+    shutil.copytree(out, tmp_path / "other")
+    (tmp_path / "other" / "w4pack.json").unlink()
+    tensors = load_file(tmp_path / "other" / "model.safetensors")
+    names = [name for name in tensors if name.endswith(GUIDE)]
+    for name in names:
+        tensors[name] = tensors[name] * 3 + 0.5
+    save_file(tensors, tmp_path / "other" / "model.safetensors")
+    model, other = w4pack.load(out), w4pack.load(tmp_path / "other")
+    wanted = _logits(other)
+    cache = tf.StaticCache(model.config, 64) if static else tf.DynamicCache(config=model.config)
+    before = _logits(model, cache)
+    cache.reset()
+    frequencies = model.model.rotary_emb.inv_freq
+    CHANGES[how](model, [tensors[name] for name in names])
+    model.model.rotary_emb.inv_freq = frequencies  # a cast reaches them, as ever
+    assert not torch.equal(before, wanted)
+    assert torch.equal(_logits(model), wanted)
+    assert torch.equal(_logits(model, cache), wanted)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "double", "to"])
+def test_no_cast_reaches_a_guide(cast: str, bits: int, out: Path) -> None:
+    """In a model, in its copies, in a part of it, on ``meta``; also where the cache needs no guide."""
+    model = w4pack.load(out, kv_bits=bits)
+    wanted, given = [guide.clone() for guide in _guides(model)], [torch.float16] * (cast == "to")
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    for made in (model, copy.deepcopy(model), torch.load(stored, weights_only=False)):
+        for part in (made.model.layers[0].self_attn, made.model):
+            getattr(part, cast)(*given)
+        found = [tensor for name, tensor in made.state_dict().items() if name.endswith(GUIDE)]
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
+        getattr(made.to("meta").model, cast)(*given)
+        found = _guides(made)
+        assert {(g.dtype, g.device.type) for g in found} == {(torch.float32, "meta")}
+
+
+def test_a_copy_reads_its_own_guide(out: Path) -> None:
+    model = w4pack.load(out)
+    before = _logits(model)
+    twin = copy.deepcopy(model)
+    _in_place(twin, [guide * 3 + 0.5 for guide in _guides(twin)])
+    assert torch.equal(_logits(model), before) and not torch.equal(_logits(twin), before)
+
+
+def test_a_copied_cache_holds_no_module(out: Path) -> None:
+    """A prompt's cache is copied for each continuation: not the model with it."""
+    model = w4pack.load(out)
+    cache = tf.DynamicCache(config=model.config)
+    _logits(model, cache)
+    stored = io.BytesIO()
+    torch.save(copy.deepcopy(cache), stored)
+    weights = sum(p.nbytes for p in model.model.layers[0].self_attn.parameters())
+    assert stored.tell() < sum(layer.nbytes for layer in cache.layers) + weights
+
+
+def test_a_pass_hands_over_the_buffer_itself(out: Path) -> None:
+    """So that graphs that were captured read what it has become."""
+    model = w4pack.load(out)
+    cache = tf.DynamicCache(config=model.config)
+    _logits(model, cache)
+    assert all(a is b for a, b in zip(cache.layers[0].steps.guides, _guides(model), strict=True))
 
 
 def test_a_soft_cap_refuses_an_offset(tmp_path: Path) -> None:
