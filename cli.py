@@ -467,7 +467,11 @@ def push(**given: Any) -> None:
 @click.option(
     "--windows", type=click.IntRange(1), default=40, show_default=True, help="Most windows of the text."
 )
-@click.option("--seqlen", type=click.IntRange(2), default=512, show_default=True, help="Tokens of a window.")
+@click.option(
+    "--seqlen",
+    type=click.IntRange(2),
+    help="Tokens of a window; 512 by default, or the model's positions if they are fewer.",
+)
 @click.option(
     "--against", metavar="SRC", help="The source, a folder or ORG/NAME: its figures, and the divergence."
 )

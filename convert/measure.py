@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from w4pack.convert.modeljobs.scoring import Found
     from w4pack.convert.quantize.evaluation import Score
 
-SEQLEN = 512  # tokens of a window, unless asked otherwise
+SEQLEN = 512  # tokens of a window, unless asked otherwise, and if the model has as many positions
 OVERLAP = 0.01  # share of the calibration text that the measured text may hold before a warning
 
 
@@ -33,7 +33,7 @@ def run_eval(given: Given) -> None:
             given["path"],
             given["text"],
             windows=given["windows"],
-            seqlen=given["seqlen"] or SEQLEN,
+            seqlen=given["seqlen"],
             against=given["against"],
             device=given["device"] or "cpu",
             act_bits=given["act_bits"],
@@ -55,7 +55,7 @@ def evaluate(
     text: str | Path,
     *,
     windows: int = 40,
-    seqlen: int = SEQLEN,
+    seqlen: int | None = None,
     against: str | Path | None = None,
     device: str = "cpu",
     act_bits: int | None = None,
@@ -67,10 +67,11 @@ def evaluate(
     """Return the object of ``eval --json``.
 
     The text is tokenized as a whole without special tokens and cut into consecutive windows of ``seqlen``
-    tokens; each is run by itself and scores its tokens 2 to ``seqlen``. ``against``: a model of the same
-    tokenizer, usually the source; its perplexity and the divergence from its predictions are measured too.
-    ``act_bits``, ``kv_bits``: of the runtime that an artifact's ``online`` records describe; None: as it was
-    calibrated. What it does is done in transformers' layers, with quantized values in float32.
+    tokens, None: 512, or the model's positions if they are fewer; each is run by itself and scores its tokens
+    2 to ``seqlen``. ``against``: a model of the same tokenizer, usually the source; its perplexity and the
+    divergence from its predictions are measured too. ``act_bits``, ``kv_bits``: of the runtime that an
+    artifact's ``online`` records describe; None: as it was calibrated. What it does is done in transformers'
+    layers, with quantized values in float32; a warning says what of it no kernel runs.
 
     Raises UsageError for a text without one whole window, for windows longer than the model has positions and
     for models of different vocabularies; SourceError for a model that cannot be read, VerifyError for one
@@ -82,13 +83,15 @@ def evaluate(
     require_extras("measuring a model")
     from w4pack.convert.modeljobs import scoring
     from w4pack.convert.modeljobs.prepared import device_of
-    from w4pack.convert.quantize.calibration import too_long
+    from w4pack.convert.quantize.calibration import positions_of, too_long
+    from w4pack.convert.source.online import without_kernels
 
     place, told, target = where or Where(), Told(reporter or Quiet()), device_of(device)
     with threads(Running(threads=workers).workers), opened(path, place, told) as (checkpoint, _):
         source = scoring.read_model(checkpoint)
-        cut = scoring.windows_of(source, str(text), windows, seqlen)
-        for warning in too_long(cut, source.config):
+        length = seqlen or min(SEQLEN, positions_of(source.config) or SEQLEN)
+        cut = scoring.windows_of(source, str(text), windows, length)
+        for warning in (*too_long(cut, source.config), *without_kernels(source, act_bits, kv_bits)):
             told.event("warning", **warning_fields(warning))
         between = scoring.runtime(source, act_bits, kv_bits)
         own = scoring.through(source, cut, target, between)
@@ -96,7 +99,10 @@ def evaluate(
             found = scoring.alone(own, path)
         else:
             with opened(against, place, told) as (other, _):
-                found = scoring.beside(own, path, scoring.read_model(other), against, cut, target)
+                reference = scoring.read_model(other)
+                for warning in without_kernels(reference, None, None):
+                    told.event("warning", **warning_fields(warning))
+                found = scoring.beside(own, path, reference, against, cut, target)
         shared = scoring.overlap_of(checkpoint.store.read, checkpoint.store.files(), cut)
     value = {"schema": SCHEMA, "path": str(path), **_text(Texts(str(text)).name, cut), **_figures(found[0])}
     value |= {"act_bits": between.act_bits, "kv_bits": between.kv_bits, "calibration_overlap": shared}

@@ -166,15 +166,23 @@ def check_windows(windows: torch.Tensor, config: Mapping[str, Any], infos: Mappi
         )
 
 
-def too_long(windows: torch.Tensor, config: Mapping[str, Any]) -> Iterator[Warning_]:
-    """Warn of windows (W, L) beyond the positions that a model was made for, which it computes all the same.
+def positions_of(config: Mapping[str, Any]) -> int | None:
+    """Return the positions that a model was made for, a window's at least; None: config.json does not say.
 
-    config  config.json, of whose text model in a model of several kinds
+    Of its text model in a model of several kinds.
     """
     text = config.get("text_config")
     own = (text if isinstance(text, Mapping) else config).get("max_position_embeddings")
-    length = windows.shape[1]
-    if type(own) is int and 2 <= own < length:
+    return own if type(own) is int and own >= 2 else None
+
+
+def too_long(windows: torch.Tensor, config: Mapping[str, Any]) -> Iterator[Warning_]:
+    """Warn of windows (W, L) beyond the positions that a model was made for: it computes them all the same.
+
+    config  config.json
+    """
+    own, length = positions_of(config), windows.shape[1]
+    if own is not None and own < length:
         expected, found = f"at most {own}, the model's positions", f"windows of {length} tokens"
         yield Warning_("windows-long", "--seqlen", expected, found, f"`--seqlen {own}` stays within them")
 

@@ -4,6 +4,7 @@ Names and widths are enough: nothing but headers is read, and the beginning of t
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from w4pack.convert.core.facts import DenseFacts, ModelFacts, Warning_
@@ -40,6 +41,23 @@ def unlike_written(source: Source) -> Iterator[W4PackError]:
     stray = next((name for name in source.checkpoint.tensors if name.endswith(f".{GUIDE}")), None)
     if stray is not None:
         yield misfit("kv_quant", f"a record, as there is {stray}", "none")
+
+
+def without_kernels(source: Source, act_bits: int | None, kv_bits: int | None) -> tuple[Warning_, ...]:
+    """Return what no kernel runs of an artifact at bits that are chosen, as measuring it is no running of it.
+
+    None of bits: as it was calibrated. Raises UsageError for bits that the records do not have.
+    """
+    records = records_of(source)
+    if not records:
+        return ()
+    settings = records.settings(act_bits, kv_bits)
+    at = place(source.config, source.checkpoint.tensors, _linears(source))
+    problems = tuple(without_kernel(records, settings, at))
+    return tuple(
+        replace(told, hint=f"{p.what}, so nothing runs what is measured; {p.hint}")
+        for told, p in zip(shown(problems), problems, strict=True)
+    )
 
 
 def planned_problems(facts: ModelFacts) -> tuple[W4PackError, ...]:

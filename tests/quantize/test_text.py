@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from quantize import sources
 from quantize.test_outputs import FEW, manifest, quantize
 from runner import run
+from w4pack.convert import evaluate
 from w4pack.convert.errors import UsageError
 from w4pack.convert.quantize import calibration, texts
 
@@ -110,6 +112,20 @@ def test_windows_beyond_the_model_s_positions_are_told(
     assert [e["found"] for e in long] == told
     words = ("eval", llama, "--text", book, "--windows", 1, "--threads", 1, "--seqlen", seqlen)
     assert ("`--seqlen 256` stays within them" in run(*words).expect(0).err) == bool(told)
+
+
+@pytest.mark.parametrize(("positions", "length"), [(64, 64), (256, 256), (2048, 512), (1, 512), (None, 512)])
+def test_windows_nobody_asked_for_stay_within_the_model_s_positions(
+    positions: int | None, length: int, llama: Path, book: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(llama, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    changed = {**config, "max_position_embeddings": positions}
+    if positions is None:
+        del changed["max_position_embeddings"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(changed))
+    found = evaluate(tmp_path / "model", book, windows=1, workers=1)
+    assert (found["seqlen"], found["warnings"]) == (length, [])
 
 
 @pytest.mark.parametrize("make", [None, "folder", "binary"])

@@ -141,7 +141,13 @@ def test_check_says_what_loading_and_eval_do(case: str, out: Path, text: Path, t
         assert wheres == [("w4pack.online", p.where, p.found) for p in problems]
 
 
-def test_a_head_size_without_kernel_is_said_before_it_is_loaded(tmp_path: Path) -> None:
+def unrun(folder: Path, text: Path, **how: Any) -> list[dict[str, Any]]:
+    """What `eval` warns of but what belongs to the text."""
+    told = evaluate(folder, text, windows=1, seqlen=16, **how)["warnings"]
+    return [w for w in told if w["code"] not in ("calibration-overlap", "windows-long")]
+
+
+def test_a_head_size_without_kernel_is_said_before_it_is_loaded(tmp_path: Path, text: Path) -> None:
     plain = models.source("llama", tmp_path / "source", **SMALL, head_dim=72)
     options = QuantizeOptions(method="rtn", group_size=-1, kv_bits=4)
     report = convert(plain, tmp_path / "out", quantize=options)
@@ -154,6 +160,11 @@ def test_a_head_size_without_kernel_is_said_before_it_is_loaded(tmp_path: Path) 
     loaded = refusal(lambda: w4pack.load(tmp_path / "out"))
     assert loaded is not None and (loaded.where, loaded.found) == (blocker["layer"], blocker["found"])
     assert refusal(lambda: w4pack.load(tmp_path / "out", kv_bits=16)) is None
+    (told,) = unrun(tmp_path / "out", text)  # measured all the same, with a word of it
+    assert (told["code"], told["where"], told["found"]) == (loaded.code, loaded.where, loaded.found)
+    assert "nothing runs what is measured; --kv-bits 16" in told["text"]
+    assert unrun(tmp_path / "out", text, kv_bits=16) == []
+    assert unrun(plain, text, against=tmp_path / "out") == [told]
 
 
 ODD: dict[str, tuple[dict[str, int], Any, list[str]]] = {
@@ -166,7 +177,7 @@ FOUR = QuantizeOptions(method="rtn", group_size=-1, act_bits=4, kv_bits=16)
 
 @pytest.mark.parametrize("case", ODD)
 def test_a_width_without_kernel_is_refused_by_convert_and_as_it_is_loaded(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, rotate, linears = ODD[case]
     plain = models.source("llama", tmp_path / "source", **{**SMALL, **sizes})
@@ -186,6 +197,10 @@ def test_a_width_without_kernel_is_refused_by_convert_and_as_it_is_loaded(
     assert isinstance(loaded, Refused) and loaded.to_json() == error.to_json()
     wide = refusal(lambda: w4pack.load(tmp_path / "out", act_bits=16))
     assert (wide is not None) is (rotate == "full")
+    assert [(w["code"], w["where"]) for w in unrun(tmp_path / "out", text)] == [
+        (error.code, n) for n in names
+    ]
+    assert bool(unrun(tmp_path / "out", text, act_bits=16)) is (rotate == "full")
 
 
 @pytest.mark.parametrize(("width", "refused"), [(131_008, False), (131_016, True)])
