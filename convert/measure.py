@@ -88,7 +88,7 @@ def evaluate(
 
     place, told, target = where or Where(), Told(reporter or Quiet()), device_of(device)
     with threads(Running(threads=workers).workers), opened(path, place, told) as (checkpoint, _):
-        source = scoring.read_model(checkpoint)
+        source = scoring.read_model(checkpoint, told)
         length = seqlen or min(SEQLEN, positions_of(source.config) or SEQLEN)
         cut = scoring.windows_of(source, str(text), windows, length)
         for warning in (*too_long(cut, source.config), *without_kernels(source, act_bits, kv_bits)):
@@ -99,7 +99,7 @@ def evaluate(
             found = scoring.alone(own, path)
         else:
             with opened(against, place, told) as (other, _):
-                reference = scoring.read_model(other)
+                reference = scoring.read_model(other, told)
                 for warning in without_kernels(reference, None, None):
                     told.event("warning", **warning_fields(warning))
                 found = scoring.beside(own, path, reference, against, cut, target)

@@ -2,16 +2,20 @@
 
 import hashlib
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-from w4pack.convert.dialects.recorded import changed
+from w4pack.convert.core.facts import Warning_
+from w4pack.convert.dialects.recorded import changed as changed_records
 from w4pack.convert.errors import Refused, SourceError, VerifyError
 from w4pack.convert.files import samples
-from w4pack.convert.files.described import MANIFEST, of_tensors
+from w4pack.convert.files.checkpoint import CONFIG
+from w4pack.convert.files.described import MANIFEST, edited, of_tensors
 from w4pack.convert.files.exchanged import refuse_exchanged
+from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels.artifact import Artifact
 from w4pack.kernels.workers import WeightFile
@@ -41,8 +45,11 @@ def check(artifact: Artifact, names: Iterable[str], threads: int | None = None) 
         raise Refused.together(problems)
 
 
-def check_samples(artifact: Artifact) -> None:
+def check_samples(artifact: Artifact) -> tuple[Warning_, ...]:
     """Raise VerifyError that names every tensor that has the bytes of another one of the same artifact.
+
+    Returns warnings, for ``tell``, of tensors that have other bytes than they were written with, and of a
+    config.json that was edited.
 
     ``online`` records are compared too: SourceError where they are lost, VerifyError where they were changed.
     Reads half a kilobyte of each tensor. Nothing is compared where the manifest is missing, or of a version
@@ -50,7 +57,7 @@ def check_samples(artifact: Artifact) -> None:
     """
     manifest = artifact.manifest
     if manifest is None:
-        return
+        return ()
     _refuse_changed_records(artifact, manifest)
     written = of_tensors(str(artifact.folder), manifest, "sample", in_all=False)
     infos = [info for name, info in artifact.tensors.items() if name in written]
@@ -60,11 +67,19 @@ def check_samples(artifact: Artifact) -> None:
         def sample(info: TensorInfo) -> str:
             return samples.digest(opened[info.file].read, info.offset, info.nbytes)
 
-        refuse_exchanged(infos, written, sample, str(artifact.folder))
+        changed = refuse_exchanged(infos, written, sample, str(artifact.folder))
+    with LocalStore(artifact.folder) as store:
+        return (*edited(store, CONFIG, manifest), *changed)
+
+
+def tell(found: Iterable[Warning_]) -> None:
+    """Give warnings as Python does, to whoever called the caller's caller."""
+    for warning in found:
+        warnings.warn(warning.text(), stacklevel=4)
 
 
 def _refuse_changed_records(artifact: Artifact, manifest: Mapping[str, Any]) -> None:
-    problems = list(changed(artifact.online, manifest, str(artifact.folder)))
+    problems = list(changed_records(artifact.online, manifest, str(artifact.folder)))
     if problems:
         raise Refused.together(problems)
 

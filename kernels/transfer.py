@@ -58,7 +58,7 @@ def load_tensors(
     with ThreadPoolExecutor(1) as beside:  # while all of it is read
         checked = beside.submit(hashes.check_samples, artifact)
         found = execute(make_plan(targets), artifact.files, device, threads=threads)
-        checked.result()
+        hashes.tell(checked.result())
     return found
 
 

@@ -1,9 +1,11 @@
 """What the manifest of an output says of its tensors, for whoever is about to use them."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from w4pack.convert.core.facts import Warning_
 from w4pack.convert.errors import SourceError, VerifyError
 from w4pack.convert.files.store import Store
 from w4pack.convert.files.tensorfile import TensorInfo
@@ -73,6 +75,20 @@ def relabelled(
             found=f"{info.dtype} {list(info.shape)}",
             hint=f"w4pack verify {folder}; take the file as it was written",
         )
+
+
+def edited(store: Store, name: str, manifest: Mapping[str, Any]) -> tuple[Warning_, ...]:
+    """Return a warning where a settings file is not the one that was written; none where nothing tells.
+
+    People edit them on purpose. But heads of another number and size, say, may have weights of the same
+    shapes, and compute another model.
+    """
+    files = manifest.get("files")
+    told = files.get(name) if isinstance(files, Mapping) else None
+    if not isinstance(told, str) or hashlib.sha256(store.read(name, LIMIT)).hexdigest() == told:
+        return ()
+    where = f"{store.label}/{name}"
+    return (Warning_("file-edited", where, "the file as it was written", "another, which is taken as it is"),)
 
 
 def manifest_head(store: Store) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Tensors of an artifact that have the bytes of other ones, found by their samples (``samples``).
 
 Tensors of one shape that were exchanged are told by nothing else: a model would load and say nonsense. A
-tensor that is none of those that were written is left alone: whoever changed it may have meant to.
+tensor that is none of those that were written is only named: whoever changed it may have meant to.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from w4pack.convert.core.facts import Warning_
 from w4pack.convert.errors import VerifyError, name_some
 from w4pack.convert.files.tensorfile import TensorInfo
 
@@ -16,8 +17,10 @@ TOGETHER = 64  # tensors that one of them takes at a time
 
 def refuse_exchanged(
     infos: Iterable[TensorInfo], written: Mapping[str, str], sample: Callable[[TensorInfo], str], folder: str
-) -> None:
+) -> tuple[Warning_, ...]:
     """Raise VerifyError that names every tensor that has the bytes of another one of the same artifact.
+
+    Returns a warning that names those that have bytes of none, where there are any.
 
     written  tensor name -> sample, as the converter wrote it, of all tensors of the artifact
     sample   of a tensor, as it is now; called by several threads
@@ -36,6 +39,17 @@ def refuse_exchanged(
     exchanged = {info: owners[digest] for info, digest in changed if digest in owners}
     if exchanged:
         raise _exchanged(exchanged, folder)
+    return (_changed([info for info, _ in changed], folder),) if changed else ()
+
+
+def _changed(infos: Sequence[TensorInfo], folder: str) -> Warning_:
+    return Warning_(
+        "tensor-changed",
+        name_some([info.name for info in infos]),
+        "the bytes that were written, as w4pack.json says",
+        "others",
+        f"w4pack verify {folder}",
+    )
 
 
 def _exchanged(owners: Mapping[TensorInfo, str], folder: str) -> VerifyError:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from w4pack.convert.errors import Refused, UsageError, W4PackError
+from w4pack.convert.events import Reporter, warning_fields
 from w4pack.convert.files import samples
-from w4pack.convert.files.checkpoint import Checkpoint
-from w4pack.convert.files.described import of_tensors, read_manifest
+from w4pack.convert.files.checkpoint import CONFIG, Checkpoint
+from w4pack.convert.files.described import edited, of_tensors, read_manifest
 from w4pack.convert.files.exchanged import refuse_exchanged
 from w4pack.convert.files.provider import torch_dtype
 from w4pack.convert.files.tensorfile import TensorInfo
@@ -32,8 +33,9 @@ BATCH_TOKENS = 4096  # in one run of a layer
 Found = tuple[Score, Score | None, Difference | None]  # of the model, of the other one, between them
 
 
-def read_model(checkpoint: Checkpoint) -> Source:
-    """Understand a model. Raises what loaders raise for an artifact that was changed since it was written.
+def read_model(checkpoint: Checkpoint, tell: Reporter) -> Source:
+    """Understand a model. Raises what loaders raise for an artifact that was changed since it was written,
+    and warns where they warn.
 
     Refused for online records that do not fit, VerifyError for records and headers that were changed and for
     tensors that were exchanged, SourceError for records that are lost and for a manifest that cannot be read.
@@ -48,7 +50,9 @@ def read_model(checkpoint: Checkpoint) -> Source:
         return source
     written = of_tensors(checkpoint.label, told, "sample", in_all=False)
     infos = [info for name, info in checkpoint.tensors.items() if name in written]
-    refuse_exchanged(infos, written, partial(_sample, checkpoint), checkpoint.label)
+    changed = refuse_exchanged(infos, written, partial(_sample, checkpoint), checkpoint.label)
+    for warning in (*edited(checkpoint.store, CONFIG, told), *changed):
+        tell.event("warning", **warning_fields(warning))
     return source
 
 

@@ -85,7 +85,7 @@ class W4PackQuantizer(HfQuantizer):
                 hint="from_pretrained(PATH) without `state_dict`",
             )
         artifact = open_artifact(Path(checkpoint_files[0]).parent, online=True)
-        hashes.check_samples(artifact)
+        hashes.tell(hashes.check_samples(artifact))
         self.running = online.plan(artifact)
         self.skeleton = skeleton.build(model, artifact, model.dtype)
         self.joins = joins.find(self.skeleton)

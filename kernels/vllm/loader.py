@@ -167,7 +167,7 @@ class W4PackModelLoader(DefaultModelLoader):
             completeness.check_same(self._running, found)
         if self.options.get("check_hashes"):
             hashes.check(found, set(found.tensors), self.options.get("threads"))
-        hashes.check_samples(found)
+        hashes.tell(hashes.check_samples(found))
 
 
 def auto(own: type[Any]) -> type[Any]:

@@ -116,6 +116,8 @@ def test_what_was_not_exchanged_is_loaded(tmp_path: Path, edit: Callable[[Tensor
     write_artifact(tmp_path, SPECS)
     changed(tmp_path, edit)
     assert same(load(tmp_path), load_file(tmp_path / "model.safetensors"))
+    told = hashes.check_samples(open_artifact(tmp_path))
+    assert [(t.code, t.where) for t in told] == ([("tensor-changed", W["a"])] if edit is edited else [])
 
 
 def test_equal_tensors_may_be_exchanged(tmp_path: Path) -> None:

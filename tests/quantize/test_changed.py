@@ -203,6 +203,19 @@ def test_an_artifact_without_its_records_is_not_converted(
     assert error["code"] == "artifact-online" and not (tmp_path / "out").exists()
 
 
+def test_what_was_changed_without_a_trace_elsewhere_is_a_warning(copy: Path, book: Path) -> None:
+    before = measured(copy, book).expect(0).data["warnings"]
+    path = copy / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    path = copy / "config.json"
+    path.write_text(path.read_text() + "\n")
+    told = measured(copy, book).expect(0).data["warnings"]
+    wanted = [("file-edited", str(path)), ("tensor-changed", "model.norm.weight")]
+    assert [(w["code"], w["where"]) for w in told if w not in before] == wanted
+
+
 def test_a_tensor_that_was_relabelled_is_told(copy: Path, book: Path) -> None:
     header = open_artifact(copy, online=True).tensors["model.norm.weight"]
     relabel(copy, {header.name: {"dtype": {"F16": "BF16", "BF16": "F16"}[header.dtype]}})

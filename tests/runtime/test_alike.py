@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +92,50 @@ def test_weights_that_were_loaded_are_not_drawn_anew(way: str, name: str, tmp_pa
     model.init_weights()
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     assert torch.equal(models.logits(model), logits)
+
+
+# ---- what was changed since it was written ----------------------------------------------------------------
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """Give the texts of all warnings, each of which the settings of the tests would pass over."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in found if warning.category is UserWarning]
+
+
+@way
+def test_bytes_of_nobody_are_loaded_with_a_warning(way: str, tmp_path: Path) -> None:
+    folder = converted(NAME, tmp_path)
+    with told() as texts:
+        WAYS[way](folder)
+    assert texts == []
+    names = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight_scale")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in names:
+        tensors[name][...] = torch.inf
+    save_file(tensors, path, metadata={"format": "pt"})
+    with told() as texts:
+        model = WAYS[way](folder)
+    (text,) = texts
+    assert all(name in text for name in names)
+    assert text.endswith(f"found others; w4pack verify {folder} [tensor-changed]")
+    assert torch.isinf(model.model.norm.weight).all()
+
+
+@way
+def test_a_config_that_was_edited_is_taken_with_a_warning(way: str, tmp_path: Path) -> None:
+    """Other heads with the same product: no tensor has another shape."""
+    folder = converted(NAME, tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}))
+    with told() as texts:
+        WAYS[way](folder)
+    assert texts == [
+        f"{path}: expected the file as it was written, found another, which is taken as it is [file-edited]"
+    ]

@@ -168,6 +168,7 @@ def test_a_dense_tensor_of_a_dtype_that_is_no_weight_is_an_error(how: str, dtype
     tensors = load_file(out / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
     save_file(tensors, out / "model.safetensors")
+    (out / "w4pack.json").unlink()  # which says that it was another one
     loader: Callable[..., Any] = w4pack.load if how == "load" else AutoModelForCausalLM.from_pretrained
     with pytest.raises(SourceError) as told:
         loader(out)
