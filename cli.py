@@ -27,6 +27,7 @@ from w4pack.convert.exits import (
     Terminated,
     interrupted,
     leave,
+    of_options,
     signal_behind,
     stop_flag,
     tell_json,
@@ -634,7 +635,7 @@ def _errors(given: dict[str, Any]) -> Iterator[None]:
         yield
         sys.stdout.flush()
     except W4PackError as err:
-        leave(err, as_json=bool(given.get("as_json")))
+        leave(of_options(err, given), as_json=bool(given.get("as_json")))
     except KeyboardInterrupt:
         leave(interrupted(EXIT_SIGINT), as_json=bool(given.get("as_json")))
     except Terminated:

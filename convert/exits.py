@@ -6,6 +6,7 @@ Only the errors are imported here: it is there before anything can fail.
 import errno
 import signal
 import sys
+from collections.abc import Container
 from typing import TYPE_CHECKING, NoReturn
 
 from w4pack.convert.errors import EXIT_SIGINT, EXIT_SIGTERM, NobodyReads, StdoutError, W4PackError
@@ -45,6 +46,17 @@ def interrupted(code: int) -> W4PackError:
 def told(err: Exception) -> W4PackError:
     """Return our error for one that nothing has translated."""
     return _no_memory(err) if _is_memory(err) else _no_files(err) or _bug(err)
+
+
+def of_options(err: W4PackError, given: Container[str]) -> W4PackError:
+    """Let an error that names a parameter of the Python API name the option that stands for it."""
+    for one in (err, *err.problems):
+        if one.where in given:
+            name, option = f"`{one.where}`", f"--{str(one.where).replace('_', '-')}"
+            one.what = one.what.replace(name, f"`{option}`")
+            one.hint = one.hint and one.hint.replace(name, f"`{option}`")
+            one.where = option
+    return err
 
 
 def leave(err: W4PackError, *, as_json: bool) -> NoReturn:

@@ -144,23 +144,23 @@ def misfit(site: str, expected: object, found: object) -> Refused:
 
 
 def _chosen(name: str, asked: int | None, own: int, allowed: tuple[int, ...]) -> int:
-    found, option = own if asked is None else asked, f"--{name.replace('_', '-')}"
+    found = own if asked is None else asked
     if type(found) is not int or found not in allowed:
         raise UsageError(
             f"the artifact does not run with this `{name}`",
             code="online-bits",
-            where=option,
+            where=name,
             expected=" or ".join(map(str, allowed)),
             found=str(found),
-            hint=_way_to(option, found, own),
+            hint=_way_to(name, found, own),
         )
     return found
 
 
-def _way_to(option: str, asked: object, own: int) -> str:
+def _way_to(name: str, asked: object, own: int) -> str:
     """Return what runs instead, and how an artifact for the asked bits is made."""
-    way = f"without `{option}` it runs with {own} bit"
+    way = f"without `{name}` it runs with {own} bit"
     if asked not in RUN_BITS:
         return way
-    made = f"w4pack convert SRC OUT --quantize gptq {option} {asked}"
+    made = f"w4pack convert SRC OUT --quantize gptq --{name.replace('_', '-')} {asked}"
     return f"{way}; `{made}`, of the 16-bit model, makes one that can"

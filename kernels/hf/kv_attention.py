@@ -56,7 +56,8 @@ def attention(
         kwargs: what else the model passes on.
 
     Raises:
-        UsageError: a mask for single pairs of tokens; keys that were cached in 16 bit.
+        UsageError: a mask for single pairs of tokens; keys that were cached in 16 bit; a model without a
+            quantized cache.
         Refused: something that changes scores and that no kernel computes.
     """
     _refuse_unknown(module, attention_mask, kwargs)
@@ -69,6 +70,15 @@ def _alone(
     module: nn.Module, query: torch.Tensor, key: Any, value: Any, mask: torch.Tensor | None
 ) -> KVLayer:
     """Return a layer that holds the tokens of this pass alone."""
+    plan: KVPlan | None = getattr(module, PLAN, None)
+    if plan is None:
+        raise UsageError(
+            f"the attention `{ATTENTION}` is that of a model with a quantized cache, which sets it itself",
+            code="attention",
+            where="attn_implementation",
+            expected="eager, sdpa or another one for 16-bit keys and values",
+            found=ATTENTION,
+        )
     if not isinstance(key, torch.Tensor) or key.shape[2] != query.shape[2]:
         raise UsageError(
             "the model was given a cache with 16-bit tokens",
@@ -76,7 +86,6 @@ def _alone(
             expected="an empty cache, or one that this model has filled",
             found=type(key).__name__ if not isinstance(key, torch.Tensor) else f"{key.shape[2]} tokens",
         )
-    plan: KVPlan = getattr(module, PLAN)
     steps = Steps()
     steps.guides = guides_of([module])
     steps.begin(query.shape[0], query.shape[2], query.device, mask)
@@ -178,18 +187,27 @@ def _of_pairs(expected: str, found: str) -> UsageError:
     )
 
 
-def _refuse_other_attention(decoder: nn.Module, given: Mapping[str, Any]) -> None:
-    """Refuse an attention that cannot read the codes, and being asked for weights that nothing computes."""
-    config: Any = decoder.config
-    if config._attn_implementation != ATTENTION:
+def refuse_other(asked: str | None, where: str) -> None:
+    """Refuse an attention that somebody asked for and that cannot read the codes; None: nobody did.
+
+    Raises:
+        UsageError: any but w4pack's own.
+    """
+    if asked not in (None, ATTENTION):
         raise UsageError(
             "a quantized cache is read by w4pack's own attention alone",
             code="attention",
-            where="set_attn_implementation",
+            where=where,
             expected=ATTENTION,
-            found=str(config._attn_implementation),
+            found=str(asked),
             hint="load with kv_bits=16",
         )
+
+
+def _refuse_other_attention(decoder: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse an attention that cannot read the codes, and being asked for weights that nothing computes."""
+    config: Any = decoder.config
+    refuse_other(config._attn_implementation, "set_attn_implementation")
     wanted = given.get("output_attentions")
     if wanted or (wanted is None and getattr(config, "output_attentions", False)):
         raise UsageError(

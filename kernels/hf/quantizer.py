@@ -20,27 +20,41 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.dialects import w4pack as dialect
 from w4pack.convert.errors import Refused, UsageError
 from w4pack.kernels import arguments, hashes, launch
 from w4pack.kernels.artifact import open_artifact
-from w4pack.kernels.hf import joins, online, skeleton, wiring
+from w4pack.kernels.hf import joins, kv_attention, online, skeleton, wiring
 
 METHOD = "w4pack"
 
 
+BITS = ("act_bits", "kv_bits")  # what may be chosen; no keys of an artifact
+
+
 class W4PackConfig(QuantizationConfigMixin):
-    """The artifact's ``quantization_config``, key for key."""
+    """The artifact's ``quantization_config``, key for key.
+
+    Who loads by ``from_pretrained`` may add ``act_bits`` and ``kv_bits``, with the meaning that they have for
+    ``w4pack.load``.
+    """
 
     def __init__(self, **block: Any) -> None:
-        self.__dict__.update(block)
+        self.__dict__.update(dict.fromkeys(BITS), **block)
         self.quant_method = METHOD
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keys of the artifact."""
+        found: dict[str, Any] = super().to_dict()
+        return {key: value for key, value in found.items() if key not in BITS}
 
 
 class W4PackQuantizer(HfQuantizer):
     """Puts packed layers into a model that transformers loads."""
 
     requires_calibration = True  # only artifacts are loaded, nothing is quantized on the way
+    attention: str | None = None  # what was asked for
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse what cannot run before anything is read: unknown versions, cards that are too old."""
@@ -67,6 +81,13 @@ class W4PackQuantizer(HfQuantizer):
         for device in cards(device_map):
             launch.device(device)
 
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Take note of the attention that was asked for: a model has one in any case."""
+        self.attention = config._attn_implementation
+        return config
+
+    update_tp_plan = update_attn_implementation  # where older versions of transformers hand over the config
+
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of activations: the model's, which the kernels take in 16 bit only."""
         return activations(dtype)
@@ -86,7 +107,12 @@ class W4PackQuantizer(HfQuantizer):
             )
         artifact = open_artifact(Path(checkpoint_files[0]).parent, online=True)
         hashes.tell(hashes.check_samples(artifact))
-        self.running = online.plan(artifact)
+        self.running = online.plan(artifact, *(getattr(self.quantization_config, name) for name in BITS))
+        if self.running is not None and self.running.settings.kv_bits != WIDE:
+            own = artifact.config.get("attn_implementation")
+            kv_attention.refuse_other(
+                None if self.attention == own else self.attention, "attn_implementation"
+            )
         self.skeleton = skeleton.build(model, artifact, model.dtype)
         self.joins = joins.find(self.skeleton)
         self.dtypes = {name: self.skeleton.dtype_of(name) for name, _ in model.named_parameters()}

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from click.testing import CliRunner  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 import w4pack  # noqa: E402
 from runtime import quarot_models as models  # noqa: E402
@@ -24,6 +24,7 @@ from w4pack import cli  # noqa: E402
 from w4pack.convert import convert  # noqa: E402
 from w4pack.convert.errors import Refused, UsageError  # noqa: E402
 from w4pack.convert.planning.quantize_options import QuantizeOptions  # noqa: E402
+from w4pack.kernels.hf.kv_attention import ATTENTION  # noqa: E402
 from w4pack.kernels.hf.kv_cache import KVLayer  # noqa: E402
 
 PROMPT = torch.randint(3, 256, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -55,6 +56,50 @@ def test_from_pretrained_loads_the_same(out: Path, model: Any) -> None:
     assert set(stock.state_dict()) == set(model.state_dict())
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_another_attention_that_is_asked_for_is_refused_as_it_is_loaded(attention: str, out: Path) -> None:
+    w4pack.register()
+    stock = AutoModelForCausalLM
+    with pytest.raises(UsageError) as seen:
+        stock.from_pretrained(out, attn_implementation=attention)
+    assert (seen.value.where, seen.value.found) == ("attn_implementation", attention)
+    assert stock.from_pretrained(out, attn_implementation=ATTENTION).config._attn_implementation == ATTENTION
+    wide = stock.from_pretrained(out, attn_implementation=attention, config=_with_bits(out, kv_bits=16))
+    assert wide.config._attn_implementation == attention
+
+
+def test_the_attention_of_a_quantized_cache_is_refused_without_one(out: Path) -> None:
+    w4pack.register()
+    bits = _with_bits(out, kv_bits=16)
+    stock = AutoModelForCausalLM.from_pretrained(out, attn_implementation=ATTENTION, config=bits)
+    loaded = w4pack.load(out, kv_bits=16)
+    loaded.set_attn_implementation(ATTENTION)
+    for wide in (stock, loaded):
+        for cached in (True, False):
+            with pytest.raises(UsageError, match="sets it itself") as seen:
+                wide(PROMPT, use_cache=cached)
+            assert seen.value.where == "attn_implementation"
+
+
+def _with_bits(out: Path, **bits: Any) -> Any:
+    config = AutoConfig.from_pretrained(out)
+    config.quantization_config.update(bits)
+    return config
+
+
+def test_from_pretrained_takes_bits_in_the_config(out: Path) -> None:
+    w4pack.register()
+    stock = AutoModelForCausalLM.from_pretrained(out, config=_with_bits(out, act_bits=8, kv_bits=16))
+    wanted = w4pack.load(out, act_bits=8, kv_bits=16)
+    with torch.no_grad():
+        assert torch.equal(stock(PROMPT).logits, wanted(PROMPT).logits)
+    assert stock.online_settings == wanted.online_settings
+    assert stock.config.to_dict()["quantization_config"] == wanted.config.to_dict()["quantization_config"]
+    with pytest.raises(UsageError) as seen:
+        AutoModelForCausalLM.from_pretrained(out, config=_with_bits(out, act_bits=5))
+    assert seen.value.where == "act_bits"
+
+
 @pytest.mark.parametrize(("act", "kv"), [(16, 16), (8, 4), (16, 8), (4, 16)])
 def test_bits_are_chosen_among_the_recorded(out: Path, act: int, kv: int) -> None:
     made = w4pack.load(out, act_bits=act, kv_bits=kv)
@@ -68,7 +113,8 @@ def test_bits_are_chosen_among_the_recorded(out: Path, act: int, kv: int) -> Non
 def test_other_bits_are_refused_and_named(out: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as seen:
         w4pack.load(out, act_bits=5)
-    assert (seen.value.where, seen.value.expected, seen.value.found) == ("--act-bits", "4 or 8 or 16", "5")
+    assert (seen.value.where, seen.value.expected, seen.value.found) == ("act_bits", "4 or 8 or 16", "5")
+    assert "--" not in str(seen.value)
     with pytest.raises(UsageError, match="act_bits"):
         w4pack.load(out, act_bits=4.0)
     folder = copied(out, tmp_path)
@@ -256,3 +302,14 @@ def test_the_command_takes_bits(out: Path) -> None:
     assert (said["act_bits"], said["kv_bits"], said["new_tokens"]) == (8, 16, 3)
     refused = CliRunner().invoke(cli.root, [*given, "--act-bits", "5"])
     assert refused.exit_code == 2
+
+
+def test_a_command_names_its_option_where_python_names_its_parameter(out: Path, tmp_path: Path) -> None:
+    folder, text = copied(out, tmp_path), tmp_path / "text.txt"
+    models.edit_online(folder, lambda records: [_only_four(r) for r in records])
+    text.write_text("the quick brown fox " * 99)
+    asked = ["--kv-bits", "8", "--device", "cpu", "--json"]
+    for words in (["generate", str(folder), "abc"], ["eval", str(folder), "--text", str(text)]):
+        said = json.loads(CliRunner().invoke(cli.root, [*words, *asked]).stdout)
+        assert (said["where"], said["found"], said["exit"]) == ("--kv-bits", "8", 2)
+        assert "`--kv-bits`" in said["what"] and said["hint"].startswith("without `--kv-bits` it runs with 4")
