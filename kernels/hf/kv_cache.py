@@ -89,17 +89,17 @@ class KVLayer(CacheLayerMixin):
     def _reserve(self, tokens: int) -> None:
         """Have room for ``tokens`` slots of each row, or for a window's."""
         most = self.most_pages
-        needed = pages_of(tokens) if most is None else min(pages_of(tokens), most)
-        held = self.store.each
-        if needed <= held:
-            return
-        if self.room is not None and held:
+        if self.room is not None and most is None and tokens > self.room:  # its last page may end later
             raise UsageError(
                 "the static cache is full",
                 code="cache",
                 expected=f"at most {self.room} tokens",
                 found=str(tokens),
             )
+        needed = pages_of(tokens) if most is None else min(pages_of(tokens), most)
+        held = self.store.each
+        if needed <= held:
+            return
         ahead = needed if self.room is not None or not held else max(needed, held * 5 // 4)
         self.store.grow(ahead if most is None else min(ahead, most))
         self._hold(self.store)
@@ -115,8 +115,8 @@ class KVLayer(CacheLayerMixin):
         if self._waiting is not None:
             self._append_waiting()
         step, tokens = self._step(key_states), key_states.shape[2]
+        self._reserve(self.count + tokens)
         self.count += tokens
-        self._reserve(self.count)
         k, v = step.arranged(key_states, 2), step.arranged(value_states, 2)
         if self.window and tokens > CHUNK:
             self._waiting = (k, v)

@@ -224,6 +224,21 @@ def test_replayed_padding_takes_a_mask() -> None:
     twin.check()
 
 
+@pytest.mark.parametrize("room", [1, 30, 64, 65])
+def test_a_static_cache_ends_where_it_was_asked_to(room: int) -> None:
+    """Not with its last page, in one pass or in several, and after it was emptied."""
+    for passes in ([room + 1], [room, 1], [room + 40]):
+        twin = Twin(1, static=room)
+        for tokens in passes[:-1]:
+            twin.add(tokens)
+        with pytest.raises(UsageError, match="full") as seen:
+            twin.add(passes[-1])
+        assert (seen.value.expected, seen.value.found) == (f"at most {room} tokens", str(sum(passes)))
+        twin.cache.reset()
+        twin.held = [[row[:, :, :0] for row in layer] for layer in twin.held]
+        twin.add(room)
+
+
 def test_replays_past_the_room_are_an_error() -> None:
     twin = Twin(1, static=64)
     twin.add(64)
