@@ -68,6 +68,11 @@ class Artifact:
         """Return the tensors of a packed module by suffix: ``weight``, ``weight_scale``, ..."""
         return {suffix: self.tensors[f"{module}.{suffix}"] for suffix in self.specs[module].shapes()}
 
+    def read(self, info: TensorInfo) -> bytes:
+        """Read a small tensor: an act-order."""
+        with self.files[info.file][0].open("rb") as file:
+            return os.pread(file.fileno(), info.nbytes, info.offset)
+
     def fused(self, modules: Iterable[str], *, same_order: bool = False) -> LinearSpec | None:
         """Return the spec of packed modules side by side, or None if they must stay apart.
 

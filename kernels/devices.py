@@ -16,7 +16,7 @@ def find(device: torch.device | str) -> torch.device:
     except (RuntimeError, TypeError) as err:
         raise _none(str(device), "the name of no device") from err
     if found.type == "cpu":
-        return found
+        return torch.device("cpu")  # of which there is one, whatever number it was given
     if found.type != "cuda":
         raise _none(str(device), "a device that the kernels do not run on")
     if not torch.cuda.is_available():

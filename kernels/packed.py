@@ -55,7 +55,7 @@ def spec_of(
         )
     k, n, stored_k, stored_n = sizes
     if (stored_k, stored_n) != (-(-k // UNIT) * UNIT, -(-n // UNIT) * UNIT):
-        rounded = f"{k} x {n}, each rounded up to {UNIT}"
+        rounded = f"{-(-k // UNIT) * UNIT} x {-(-n // UNIT) * UNIT}: {k} x {n}, each rounded up to {UNIT}"
         return tensor_error(
             "the stored size of a layer does not fit its own", module, rounded, f"{stored_k} x {stored_n}"
         )

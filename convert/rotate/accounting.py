@@ -122,12 +122,20 @@ def _complete(
 ) -> Sequence[int]:
     """Return the layers' indices. Raises SourceError unless they are those the config counts."""
     count = config.get("num_hidden_layers")
-    if not isinstance(count, int) or isinstance(count, bool) or set(by_layer) != set(range(count)):
+    if type(count) is not int:
+        raise SourceError(
+            "the config counts no layers",
+            code="layer-count",
+            where="config.json: num_hidden_layers",
+            expected="a whole number",
+            found=repr(count)[:40],
+        )
+    if set(by_layer) != set(range(count)):
         raise SourceError(
             "the layers are not those that the config counts",
             code="layer-count",
             where=architecture.layers,
-            expected=f"num_hidden_layers {str(count)[:20]}, each layer from 0 on",
+            expected=f"num_hidden_layers {count}, each layer from 0 on",
             found=f"{len(by_layer)} layers" + (f", up to {max(by_layer)}" if by_layer else ""),
         )
     return range(count)

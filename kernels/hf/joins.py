@@ -4,7 +4,6 @@ Joining is decided from specs, dtypes and act-orders before the tensors are ther
 them at once. Layers that differ in any of these stay apart, and compute the same.
 """
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -110,16 +109,8 @@ def _fusion(group: FusedSet, artifact: Artifact) -> Fusion | None:
 def _row_spec(members: tuple[str, ...], artifact: Artifact) -> LinearSpec | None:
     """Return the spec of modules side by side; None if they must stay apart."""
     ordered = all(artifact.specs[name].act_order for name in members)
-    same = ordered and len({_order(artifact, name) for name in members}) == 1
+    same = ordered and len({artifact.read(artifact.tensors[f"{name}.act_perm"]) for name in members}) == 1
     return artifact.fused(members, same_order=same)
-
-
-def _order(artifact: Artifact, module: str) -> bytes:
-    """Read the act-order of a module: K numbers of 4 bytes."""
-    info = artifact.tensors[f"{module}.act_perm"]
-    path, _ = artifact.files[info.file]
-    with path.open("rb") as file:
-        return os.pread(file.fileno(), info.nbytes, info.offset)
 
 
 # ---- experts ---------------------------------------------------------------------------------------

@@ -58,10 +58,10 @@ def load(
         SourceError: files that are broken, or that the model does not fit.
         VerifyError: tensors that were exchanged; hashes that differ.
     """
-    target, threads = _device(device), _threads(threads)
-    artifact = open_artifact(path, online=True)
+    target, threads, asked = _device(device), _threads(threads), _asked_dtype(dtype)
+    artifact = open_artifact(_folder(path), online=True)
     running = online.plan(artifact, act_bits, kv_bits)
-    model, compute = _empty_model(artifact, dtype)
+    model, compute = _empty_model(artifact, asked)
     frame = skeleton.build(model, artifact, compute, expert_layers=False)
     found = joins.find(frame)
     wanted = _targets(frame, found)
@@ -95,11 +95,38 @@ def _threads(asked: int) -> int:
     return asked
 
 
-def _empty_model(artifact: Artifact, dtype: torch.dtype | str | None) -> tuple[PreTrainedModel, torch.dtype]:
+def _folder(path: str | os.PathLike[str]) -> str:
+    found = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(found, str):
+        raise UsageError(
+            "an artifact is loaded from its folder",
+            code="path",
+            expected="a path: str or os.PathLike[str]",
+            found=repr(path)[:80],
+        )
+    return found
+
+
+def _asked_dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype that was asked for; None: the model's own."""
+    if asked is None or (isinstance(asked, str) and asked == "auto"):
+        return None
+    wanted = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if not isinstance(wanted, torch.dtype) or wanted not in arguments.NAMES:
+        raise UsageError(
+            "the kernels do not compute in this dtype",
+            code="dtype",
+            expected="float16 or bfloat16",
+            found=str(asked),
+        )
+    return wanted
+
+
+def _empty_model(artifact: Artifact, asked: torch.dtype | None) -> tuple[PreTrainedModel, torch.dtype]:
     """Return the model, parameters on ``meta`` and computed buffers real, and the dtype it computes in."""
     try:
         config = AutoConfig.from_pretrained(artifact.folder)
-        compute = _compute_dtype(dtype, getattr(config, "dtype", None))
+        compute = _compute_dtype(asked, getattr(config, "dtype", None))
         with _making, _parameters_on_meta(), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=compute)
     except W4PackError:
@@ -109,24 +136,21 @@ def _empty_model(artifact: Artifact, dtype: torch.dtype | str | None) -> tuple[P
             "transformers cannot make a language model of this config.json",
             code="no-model",
             where=str(artifact.folder / "config.json"),
-            found=f"{type(err).__name__}: {err}".partition("\n")[0],
+            found=_said(err),
         ) from err
     return model, compute
 
 
-def _compute_dtype(asked: torch.dtype | str | None, own: torch.dtype | None) -> torch.dtype:
-    if asked in (None, "auto"):
+def _compute_dtype(asked: torch.dtype | None, own: torch.dtype | None) -> torch.dtype:
+    if asked is None:
         return quantizer.activations(own or torch.float32)
-    wanted = getattr(torch, asked, None) if isinstance(asked, str) else asked
-    if wanted not in arguments.NAMES:
-        raise UsageError(
-            "the kernels do not compute in this dtype",
-            code="dtype",
-            expected="float16 or bfloat16",
-            found=str(asked),
-        )
-    quantizer.warn_of_range(wanted, own)
-    return wanted
+    quantizer.warn_of_range(asked, own)
+    return asked
+
+
+def _said(err: Exception) -> str:
+    """Return the class and the beginning of what another library says, in one line."""
+    return f"{type(err).__name__}: {' '.join(str(err).split())}"[:200]
 
 
 @contextmanager
@@ -218,7 +242,7 @@ def _finish(model: PreTrainedModel, artifact: Artifact) -> None:
     model.config.name_or_path = str(artifact.folder)
     if (artifact.folder / "generation_config.json").is_file():
         model.generation_config = _generation_config(artifact)
-    skeleton.mark_filled(model)
+    quantizer.settle(model)
     model.eval()
 
 
@@ -230,6 +254,6 @@ def _generation_config(artifact: Artifact) -> GenerationConfig:
             "transformers cannot read this generation_config.json",
             code="generation-config",
             where=str(artifact.folder / "generation_config.json"),
-            found=f"{type(err).__name__}: {err}".partition("\n")[0],
+            found=_said(err),
             hint="copy it from the source of the artifact, or remove it",
         ) from err

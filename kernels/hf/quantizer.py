@@ -28,6 +28,7 @@ from w4pack.kernels.artifact import open_artifact
 from w4pack.kernels.hf import joins, kv_attention, online, skeleton, wiring
 
 METHOD = "w4pack"
+DEVICES = ("cpu", "cuda")
 
 
 BITS = ("act_bits", "kv_bits")  # what may be chosen; no keys of an artifact
@@ -70,6 +71,15 @@ class W4PackQuantizer(HfQuantizer):
                 hint="install the w4pack that wrote it, or convert again: w4pack convert SOURCE OUT",
             )
         places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
+        elsewhere = {p for p in places if p.partition(":")[0] not in (*DEVICES, "disk") and not p.isdecimal()}
+        if elsewhere:
+            raise UsageError(
+                "packed layers do not run there",
+                code="no-device",
+                where="device_map",
+                expected="one CPU, or GPUs",
+                found=", ".join(sorted(elsewhere)),
+            )
         if "disk" in places or ("cpu" in places and len(places) > 1):
             raise UsageError(
                 "packed layers stay on one device each; they are not offloaded",
@@ -91,10 +101,6 @@ class W4PackQuantizer(HfQuantizer):
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of activations: the model's, which the kernels take in 16 bit only."""
         return activations(dtype)
-
-    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Keep scales as they are in the file; ``dtype`` is otherwise that of the parameter on ``meta``."""
-        return dtype  # a packed layer on ``meta`` has the file's dtypes, so this is no cast for its scales
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Any = None, dtype: Any = None, **kwargs: Any
@@ -125,7 +131,7 @@ class W4PackQuantizer(HfQuantizer):
         joins.join(self.skeleton, self.joins)
         if self.running is not None:
             wiring.wire(self.skeleton, self.running)
-        skeleton.mark_filled(model)
+        settle(model)
         del self.skeleton, self.joins, self.running, self.dtypes
         return model
 
@@ -139,10 +145,18 @@ class W4PackQuantizer(HfQuantizer):
         Raises:
             UsageError: always.
         """
+        raise _not_saved()
+
+    def dequantize(self, *args: Any, **kwargs: Any) -> PreTrainedModel:
+        """Refuse ``model.dequantize()``: a model with 16-bit weights is made from the files.
+
+        Raises:
+            UsageError: always.
+        """
         raise UsageError(
-            "a packed model is not saved from memory",
-            code="not-serializable",
-            hint="copy the artifact's folder, or: w4pack push OUT ORG/NAME",
+            "a packed model is not dequantized in memory",
+            code="not-dequantized",
+            hint="w4pack convert PATH OUT --to dense, then load OUT",
         )
 
     @property
@@ -154,6 +168,24 @@ class W4PackQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """The operators have fake versions; what runs online between them is not traced."""
         return not getattr(self.quantization_config, "online", None)
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Do to a model that is loaded what both ways into transformers owe it."""
+    skeleton.mark_filled(model)
+    model.push_to_hub = _refuse_push  # the class's own makes a repository before it asks what is saved
+
+
+def _refuse_push(*args: Any, **kwargs: Any) -> None:
+    raise _not_saved()
+
+
+def _not_saved() -> UsageError:
+    return UsageError(
+        "a packed model is not saved from memory",
+        code="not-serializable",
+        hint="copy the artifact's folder, or: w4pack push OUT ORG/NAME",
+    )
 
 
 def cards(device_map: Any) -> list[int]:

@@ -16,6 +16,7 @@ from w4pack.convert.errors import Refused, SourceError, W4PackError
 from w4pack.convert.source.online_places import GUIDE
 from w4pack.kernels.artifact import Artifact, Expected, compare_names, is_computed
 from w4pack.kernels.experts import ExpertParts
+from w4pack.kernels.hf import settings
 from w4pack.kernels.hf.names import Names
 from w4pack.kernels.modules import PackedLinear
 from w4pack.kernels.spec import LinearSpec
@@ -79,9 +80,10 @@ def build(
             who fills the stacks at once does without.
 
     Raises:
-        Refused: a packed layer that the model has no place for.
+        Refused: a packed layer that the model has no place for, settings that no forward pass takes.
         SourceError: tensors that the model misses, or does not know, or that have other shapes.
     """
+    settings.refuse(model)
     names = Names(model, artifact.specs)
     ignored = _left_aside(model)
     paths = {name: names.module(name) for name in artifact.specs if not ignored(f"{name}.weight")}
@@ -96,7 +98,7 @@ def build(
 def mark_filled(model: nn.Module) -> None:
     """Tell transformers that all modules have their numbers: ``init_weights`` draws others for the rest."""
     for module in model.modules():
-        module._is_hf_initialized = True
+        module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 # ---- replacing -------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except Exception as err:  # transformers and its tokenizers raise nearly anything
-        raise before.no_tokenizer(folder, str(err)) from err
+        raise before.no_tokenizer(folder, f"{type(err).__name__}: {err}") from err
     return found
 
 

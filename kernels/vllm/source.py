@@ -63,11 +63,7 @@ class Source:
 
     def order(self, module: str) -> bytes | None:
         """Return the act-order of a module, K numbers of 4 bytes; None if the file is not at hand."""
-        if self.artifact is None:
-            return None
-        info = self.tensors[f"{module}.act_perm"]
-        with self.artifact.files[info.file][0].open("rb") as file:
-            return os.pread(file.fileno(), info.nbytes, info.offset)
+        return None if self.artifact is None else self.artifact.read(self.tensors[f"{module}.act_perm"])
 
     def renamed(self, rename: Callable[[str], str | None]) -> "Source":
         """Return the same under other names; names without one are left out."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from artifacts import relabel, write_artifact
+from artifacts import quant_block, relabel, write_artifact
 
 from w4pack.convert.errors import SourceError, VerifyError
 from w4pack.kernels.artifact import open_artifact
@@ -88,3 +88,14 @@ def test_a_manifest_of_another_form_is_an_error(tensors: Any, made: Path) -> Non
     with pytest.raises(SourceError) as caught:
         open_artifact(made)
     assert (caught.value.code, caught.value.where) == ("manifest", str(made / "w4pack.json"))
+
+
+def test_a_weight_that_lies_the_other_way_round_is_told_by_the_size_it_must_have(tmp_path: Path) -> None:
+    """Sizes of a module that the config does not list are those of its weight."""
+    folder = tmp_path / "turned"
+    write_artifact(folder, {"a": LinearSpec(64, 128, group_size=32)}, quant=quant_block({}, group_size=32))
+    relabel(folder, {"a.weight": {"shape": [256, 4]}})  # as if of 4096 x 2
+    with pytest.raises(SourceError) as caught:
+        open_artifact(folder)
+    told = next(p for p in (caught.value, *caught.value.problems) if p.where == "a")
+    assert (told.expected, told.found) == ("4096 x 64: 4096 x 2, each rounded up to 64", "4096 x 2")
