@@ -83,6 +83,14 @@ def load(
 
 def _device(device: torch.device | str) -> torch.device:
     """Return the device with its index, ready for kernels."""
+    if torch.get_default_device().type == "meta":
+        raise UsageError(
+            "a model is loaded where new tensors have memory",
+            code="no-device",
+            where="torch.device or torch.set_default_device",
+            expected="a device other than meta; the argument says where the model goes",
+            found="meta",
+        )
     found = devices.find(device)
     if found.type == "cuda":
         launch.device(found.index)

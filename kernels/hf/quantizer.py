@@ -6,6 +6,7 @@ missing tensor and go on with what lies in memory, so nothing is left to its rep
 """
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.dialects import w4pack as dialect
 from w4pack.convert.errors import Refused, UsageError
-from w4pack.kernels import arguments, hashes, launch
+from w4pack.kernels import arguments, devices, hashes, launch
 from w4pack.kernels.artifact import open_artifact
 from w4pack.kernels.hf import joins, kv_attention, online, skeleton, wiring
 
 METHOD = "w4pack"
-DEVICES = ("cpu", "cuda")
 
 
 BITS = ("act_bits", "kv_bits")  # what may be chosen; no keys of an artifact
@@ -70,26 +70,8 @@ class W4PackQuantizer(HfQuantizer):
                 found=found,
                 hint="install the w4pack that wrote it, or convert again: w4pack convert SOURCE OUT",
             )
-        places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
-        elsewhere = {p for p in places if p.partition(":")[0] not in (*DEVICES, "disk") and not p.isdecimal()}
-        if elsewhere:
-            raise UsageError(
-                "packed layers do not run there",
-                code="no-device",
-                where="device_map",
-                expected="one CPU, or GPUs",
-                found=", ".join(sorted(elsewhere)),
-            )
-        if "disk" in places or ("cpu" in places and len(places) > 1):
-            raise UsageError(
-                "packed layers stay on one device each; they are not offloaded",
-                code="offload",
-                where="device_map",
-                expected="one CPU, or GPUs",
-                found=", ".join(sorted(places)),
-            )
-        for device in cards(device_map):
-            launch.device(device)
+        if isinstance(device_map, dict):  # else a way to spread it, over GPUs that are there
+            check_places(device_map.values())
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Take note of the attention that was asked for: a model has one in any case."""
@@ -188,17 +170,25 @@ def _not_saved() -> UsageError:
     )
 
 
-def cards(device_map: Any) -> list[int]:
-    """Return the index of every GPU that a device map names."""
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    found = set()
-    for place in places:
-        if isinstance(place, int):
-            found.add(place)
-        elif place is not None and str(place).partition(":")[0] == "cuda":
-            device = torch.device(place)
-            found.add(torch.cuda.current_device() if device.index is None else device.index)
-    return sorted(found)
+def check_places(places: Iterable[Any]) -> None:
+    """Refuse places of a device map that no packed layer runs at.
+
+    Raises:
+        UsageError: a disk, or a CPU beside GPUs; no such device; a card that is too old.
+    """
+    names = {f"cuda:{place}" if str(place).isdecimal() else str(place) for place in places}
+    kinds = {name.partition(":")[0] for name in names}
+    if "disk" in kinds or ("cpu" in kinds and len(names) > 1):
+        raise UsageError(
+            "packed layers stay on one device each; they are not offloaded",
+            code="offload",
+            where="device_map",
+            expected="one CPU, or GPUs",
+            found=", ".join(sorted(names)),
+        )
+    for device in map(devices.find, sorted(names)):
+        if device.type == "cuda":
+            launch.device(device.index)
 
 
 def activations(dtype: torch.dtype) -> torch.dtype:

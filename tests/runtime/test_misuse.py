@@ -76,11 +76,29 @@ def test_a_dtype_that_is_none_is_not_blamed_on_the_config(dtype: Any, out: Path)
     assert (caught.value.code, caught.value.where, caught.value.found) == ("dtype", None, str(dtype))
 
 
-@pytest.mark.parametrize("place", ["meta", {"": "meta"}, {"": torch.device("meta")}, {"": "xpu:0"}])
-def test_a_device_map_without_kernels_is_refused(place: Any, out: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        AutoModelForCausalLM.from_pretrained(out, device_map=place)
-    assert (caught.value.code, caught.value.where) == ("no-device", "device_map")
+@pytest.mark.parametrize("place", ["meta", "xpu:0", "cuda:7", 7])
+def test_a_device_map_without_kernels_is_refused(
+    place: Any, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device_map in ({"": place}, {"": place, "lm_head": place}):
+        with pytest.raises(UsageError) as caught:
+            AutoModelForCausalLM.from_pretrained(out, device_map=device_map)
+        where = f"cuda:{place}" if isinstance(place, int) else place
+        assert (caught.value.code, caught.value.where) == ("no-device", where)
+
+
+def test_a_cpu_by_two_names_is_offloading_to_accelerate(out: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    with pytest.raises(UsageError, match="offloaded"):
+        AutoModelForCausalLM.from_pretrained(out, device_map={"model": "cpu", "lm_head": "cpu:0"})
+
+
+def test_nothing_is_loaded_where_new_tensors_have_no_numbers(out: Path) -> None:
+    with torch.device("meta"), pytest.raises(UsageError) as caught:
+        w4pack.load(out)
+    assert (caught.value.code, caught.value.found) == ("no-device", "meta")
 
 
 # ---- settings ---------------------------------------------------------------------------------------------
