@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from cards import need
 from llama import Noise
 from synthetic import linears, write_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--bits", default="4,4", help="of activations and of the cache")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
+    need()
     sizes, most = TINY if given.tiny else SIZES, given.tokens + ROOM
     act, kv = (int(bits) for bits in given.bits.split(","))
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"

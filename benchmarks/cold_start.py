@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cards import need_in_children
+
 SHAPES = {  # N x K of one decoder layer
     "8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
     "70B": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
@@ -130,6 +132,7 @@ def main() -> None:
     if args.child:
         print(json.dumps(child(args.child, args.file, args.device)))
         return
+    need_in_children(args.device)
     print(f"{'size':6} {'way':8} " + " ".join(f"{s + ' s':>13}" for s in (*STEPS, "whole")), end=" ")
     print(f"{'host GiB':>10} {'dev. GiB':>10}", flush=True)
     with tempfile.TemporaryDirectory(dir=args.where) as place:

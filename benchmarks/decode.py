@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from cards import need
 from randoms import GROUP, Linear, linear, relative_error
 from torch import nn
 from torch.nn import functional
@@ -37,6 +38,8 @@ MOST_ERROR = 0.06
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
+    """Channels, heads and layers of a model, and how many tokens its cache holds."""
+
     hidden: int = 4096
     inner: int = 14336
     heads: int = 32
@@ -47,10 +50,12 @@ class Sizes:
 
     @property
     def head(self) -> int:
+        """Channels of a head."""
         return self.hidden // self.heads
 
     @property
     def qkv(self) -> int:
+        """Output features of q, k and v side by side."""
         return (self.heads + 2 * self.kv_heads) * self.head
 
     def linears(self) -> tuple[tuple[int, int], ...]:
@@ -81,15 +86,19 @@ class Nothing(nn.Module):
         self.width = width
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        """Return (B, width) of tensors with B rows, not written to."""
         return torch.ops.w4pack_decode.nothing(list(given), self.width)
 
 
 class Dense(nn.Module):
+    """A linear of the other side, in 16 bit: weight (N, K)."""
+
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (B, N) of x (B, K)."""
         return functional.linear(x, self.weight)
 
 
@@ -105,6 +114,7 @@ class Attention(nn.Module):
         self.register_buffer("last", torch.tensor([sizes.tokens - 1], device=device))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return (B, hidden) of q, k and v (B, heads, 1, head)."""
         self.keys.index_copy_(2, self.last, k)
         self.values.index_copy_(2, self.last, v)
         y = functional.scaled_dot_product_attention(q, self.keys, self.values, enable_gqa=True)
@@ -112,6 +122,15 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
+    """A decoder layer. The residual stream goes beside its input: addition and norm are compiled as one.
+
+    Args:
+        sizes: of the model.
+        linears: q/k/v, o, gate/up, down.
+        attention: with the cache, or what stands in its place.
+        device: of the norms' weights.
+    """
+
     def __init__(
         self, sizes: Sizes, linears: list[nn.Module], attention: nn.Module, device: torch.device
     ) -> None:
@@ -126,6 +145,7 @@ class Layer(nn.Module):
     def forward(
         self, x: torch.Tensor, stream: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and stream (B, hidden) of input, stream and the tables of the position."""
         s = self.sizes
         stream = stream + x
         qkv = self.qkv(norm(stream, self.before)).view(x.shape[0], -1, 1, s.head)
@@ -136,11 +156,13 @@ class Layer(nn.Module):
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the RMS norm of x (B, K), fp16."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)).half() * weight
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return x (..., head) after RoPE."""
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat((-right, left), -1) * sin
 
@@ -160,6 +182,7 @@ class Ends:
         self.caches = [Attention(sizes, batch, device) for _ in range(sizes.layers)]
 
     def finish(self, x: torch.Tensor, stream: torch.Tensor, head: bool) -> torch.Tensor:
+        """Return the logits (B, vocabulary), or without ``head`` what lm_head would read."""
         hidden = norm(stream + x, self.weight)
         return functional.linear(hidden, self.head) if head else hidden
 
@@ -197,6 +220,7 @@ Make = Callable[[Linear, LinearSpec], nn.Module]
 
 
 def packed(weight: Linear, spec: LinearSpec) -> nn.Module:
+    """Return our layer of a weight."""
     made = PackedLinear(spec, dtype=torch.float16)
     for name, tensor in (("weight", weight.words), ("weight_scale", weight.scales)):
         setattr(made, name, nn.Parameter(tensor, requires_grad=False))
@@ -204,11 +228,13 @@ def packed(weight: Linear, spec: LinearSpec) -> nn.Module:
 
 
 def dense(weight: Linear, spec: LinearSpec) -> nn.Module:
+    """Return the layer of the other side of a weight."""
     assert weight.dense is not None
     return Dense(weight.dense)
 
 
 def layers(ends: Ends, weights: list[list[Linear]], make: Make) -> list[Layer]:
+    """Return a model's layers: a row of weights and a cache each."""
     specs = [LinearSpec(k, n, 4, GROUP) for n, k in ends.sizes.linears()]
     return [
         Layer(ends.sizes, [make(w, spec) for w, spec in zip(row, specs, strict=True)], cache, ends.device)
@@ -257,6 +283,7 @@ def first_run(step: Step) -> float:
 
 
 def parts(ms: dict[str, float]) -> dict[str, float]:
+    """Return the milliseconds of a step's parts from those of steps without some."""
     return {
         "w4pack": ms["w4pack"],
         "16 bit": ms["16 bit"],
@@ -294,7 +321,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of 256 channels, to try the script")
     options = parser.parse_args()
-    device = torch.device(options.device)
+    device = need(options.device)
     sizes = TINY if options.tiny else Sizes()
     asked = {"layers": options.layers or (4 if options.quick else None), "tokens": options.tokens}
     sizes = replace(sizes, **{name: value for name, value in asked.items() if value})

@@ -9,10 +9,11 @@ interleaved, median; random codes, the dense weight dequantized from them; error
 import argparse
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import torch
+from cards import MATRIX_RATE, READ_RATE, environment, need
+from randoms import uniform
 
 from w4pack.kernels import gemm_launch, launch, ops, reference, tiles
 from w4pack.kernels.arguments import Packed
@@ -29,8 +30,6 @@ SHAPES = (
     "4096x4096",
 )
 MS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
-READ_RATE = 4.60e6  # bytes a microsecond, measured on an H200
-MATRIX_RATE = 775e6  # operations a microsecond, the best sustained fp16 rate of cuBLAS there
 
 
 def skip(candidate: Candidate, error: Exception) -> None:
@@ -43,16 +42,11 @@ class Layer:
 
     def __init__(self, n: int, k: int, dense: bool = True) -> None:
         self.n, self.k = n, k
-        g = torch.Generator(device="cuda").manual_seed(n + k)
-        words = torch.randint(
-            -(2**31), 2**31, (k // 16, 2 * n), device="cuda", generator=g, dtype=torch.int64
-        )
-        scales = (torch.rand((k // 128, n), device="cuda", generator=g) * 0.01 + 0.005).half()
-        self.packed = [(words.int(), scales)]
-        del words
+        self.packed = [uniform(n, k)]
         self.bytes = n * k // 2 + 2 * n * k // 128
         for _ in range(rotation(self.bytes) - 1):
-            self.packed.append((self.packed[0][0].clone(), scales.clone()))
+            words, scales = self.packed[0]
+            self.packed.append((words.clone(), scales.clone()))
         self.columns = torch.randperm(n, device="cuda")[:128]
         first = ops.dequantize(*self.packed[0], None, 4, 128, torch.float16)
         self.dense = [first] + [first.clone() for _ in range(rotation(2 * n * k) - 1)] if dense else []
@@ -190,13 +184,6 @@ def grids(tile: tiles.Tile, multiprocessors: int, m: int, n: int, k: int) -> lis
     return list(dict.fromkeys([whole, *even[-2:]]))
 
 
-def environment() -> str:
-    """Return card, driver, versions."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm", "--format=csv,noheader"]
-    smi = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    return f"{smi}; torch {torch.__version__}"
-
-
 VARIANTS = {
     "fp16 g128": (4, 128, False, torch.float16),
     "bf16 g128": (4, 128, False, torch.bfloat16),
@@ -266,8 +253,8 @@ def main() -> None:
         "--variants", action="store_true", help="other dtypes, groups, widths beside fp16 g128"
     )
     options = parser.parse_args()
+    card = launch.device(need().index)
     print(environment(), flush=True)
-    card = launch.device(0)
     if options.variants:
         variants(options.repeats)
         return

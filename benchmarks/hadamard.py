@@ -16,6 +16,7 @@ import json
 from pathlib import Path
 
 import torch
+from cards import need
 
 from w4pack.kernels.bench.timing import Candidate, race, rotation, warm_up
 from w4pack.kernels.quarot import quantize_ops as ops
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    need()
     large = copier(LARGE, "copy")
     warm_up(large.run, large.sets)
     best = LARGE / race([large], options.repeats)["copy"]

@@ -15,7 +15,9 @@ import os
 from pathlib import Path
 
 import torch
-from gemm import environment, natural, rows_of_codes, skip
+from cards import INT8_RATE, READ_RATE, environment, need
+from gemm import natural, rows_of_codes, skip
+from randoms import uniform
 
 from w4pack.kernels import launch, ops, reference, tiles
 from w4pack.kernels.bench.timing import Candidate, Launcher, race, rotation, warm_up
@@ -35,8 +37,6 @@ SITES = {
 }
 MS = (2048, 4096, 8192)
 HEADS = {8192: 64, 4096: 32}  # of o_proj's input
-READ_RATE = 4.60e6  # bytes a microsecond, measured on an H200
-INT8_RATE = 1957e6  # operations a microsecond of a bare loop of products there
 ORDER, EPS, CLIP = orders_int.P32, 1e-5, 0.9
 
 
@@ -45,13 +45,8 @@ class Layer:
 
     def __init__(self, n: int, k: int, group: int) -> None:
         self.n, self.k, self.group = n, k, group
-        g = torch.Generator(device="cuda").manual_seed(n + k)
-        words = torch.randint(
-            -(2**31), 2**31, (k // 16, 2 * n), device="cuda", generator=g, dtype=torch.int64
-        ).int()
-        groups = 1 if group == -1 else k // group
-        scales = (torch.rand((groups, n), device="cuda", generator=g) * 0.01 + 0.005).half()
-        self.bytes = n * k // 2 + 2 * n * groups
+        words, scales = uniform(n, k, group)
+        self.bytes = words.nbytes + scales.nbytes
         self.packed = [(words, scales)]
         self.packed += [(words.clone(), scales.clone()) for _ in range(rotation(self.bytes) - 1)]
         first = ops.dequantize(words, scales, None, 4, group, torch.float16)
@@ -229,8 +224,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--humming", action="store_true", help="columns of humming-kernels, if installed")
     options = parser.parse_args()
+    card, rows = launch.device(need().index), []
     print(environment(), flush=True)
-    card, rows = launch.device(0), []
     for shape in options.shapes.split(","):
         n, k = map(int, shape.split("x"))
         layer = Layer(n, k, options.group)

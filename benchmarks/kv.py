@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from gemm import READ_RATE, environment, skip
+from cards import READ_RATE, environment, need
+from gemm import skip
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--only", default="decode,prefill,chunk,append")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
+    need()
     print(environment())
     kinds = {"decode": DECODE, "prefill": PREFILL, "chunk": CHUNKS, "append": APPEND}
     for kind, shapes in kinds.items():

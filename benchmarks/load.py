@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from cards import need
 from safetensors.torch import load_file
 
 from w4pack.convert.files.shards import index_json, new_tensor, plan_shards
@@ -197,6 +198,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    need()
     folder = Path(tempfile.mkdtemp(prefix="w4pack-load-", dir=args.where))
     try:
         make_files(folder, args.gb * 1e9)

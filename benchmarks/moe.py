@@ -19,7 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gemm import MATRIX_RATE, READ_RATE, environment, natural, rows_of_codes, skip
+from cards import MATRIX_RATE, READ_RATE, environment, need
+from gemm import natural, rows_of_codes, skip
+from randoms import uniform
 
 from w4pack.kernels import launch, moe_launch, moe_tiles, ops, reference, tiles
 from w4pack.kernels.arguments import Packed
@@ -42,18 +44,13 @@ class Layer:
 
     def __init__(self, experts: int, n: int, k: int, group: int) -> None:
         self.experts, self.n, self.k, self.group = experts, n, k, group
-        groups = 1 if group == -1 else k // group
-        g = torch.Generator(device="cuda").manual_seed(n + k)
-        words = torch.randint(
-            -(2**31), 2**31 - 1, (experts, k // 16, 2 * n), device="cuda", generator=g, dtype=torch.int32
-        )
-        scales = (torch.rand((experts, groups, n), device="cuda", generator=g) * 0.01 + 0.005).half()
-        self.bytes = n * k // 2 + 2 * n * groups  # of one expert
+        words, scales = uniform(n, k, group, experts=(experts,))
+        self.bytes = (words.nbytes + scales.nbytes) // experts  # of one
         copies = max(1, math.ceil(ROTATED / (self.bytes * experts)))
         self.packed = [(words, scales)] + [(words.clone(), scales.clone()) for _ in range(copies - 1)]
         chunk = n // 128
         picked = words.view(experts, k // 16, n // 64, 128)[:, :, chunk].contiguous()
-        s = scales.view(experts, groups, n // 64, 64)[:, :, chunk].contiguous()
+        s = scales.view(experts, -1, n // 64, 64)[:, :, chunk].contiguous()
         self.columns = slice(64 * chunk, 64 * chunk + 64)
         self.exact = [
             reference.dense(picked[e], s[e], None, 4, group, torch.float64).cpu() for e in range(experts)
@@ -303,8 +300,8 @@ def main() -> None:
         "--group", type=int, default=128, choices=(128, -1), help="of scales; the peer has 128"
     )
     options = parser.parse_args()
+    card, rows = launch.device(need().index), []
     print(environment(), flush=True)
-    card, rows = launch.device(0), []
     for model in options.models.split(","):
         experts, top, shapes = MODELS[model]
         for n, k in shapes:

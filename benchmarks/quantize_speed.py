@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cards import need
 from safetensors.torch import save_file
 
 from w4pack.convert import api
@@ -338,6 +339,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, help="another size of the embeddings")
     parser.add_argument("--json", help="also write the figures to this file")
     given = parser.parse_args()
+    need()
     shapes = SHAPES[given.shapes]
     if given.vocabulary:
         shapes = replace(shapes, vocabulary=given.vocabulary)

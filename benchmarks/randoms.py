@@ -45,6 +45,20 @@ def linear(n: int, k: int, device: torch.device, *, dense: bool) -> Linear:
     return Linear(n, k, words, scales, copy)
 
 
+def uniform(
+    n: int, k: int, group: int = GROUP, *, experts: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return words (*experts, K/16, 2N) and scales (*experts, groups, N) on the card, the same for a shape.
+
+    Codes of all values alike: for products by themselves. ``group`` -1: one scale a column.
+    """
+    g = torch.Generator(device="cuda").manual_seed(n + k)
+    shape, groups = (*experts, k // 16, 2 * n), 1 if group == -1 else k // group
+    words = torch.randint(-(2**31), 2**31, shape, device="cuda", generator=g, dtype=torch.int32)
+    drawn = torch.rand((*experts, groups, n), device="cuda", generator=g)
+    return words, (drawn * 0.01 + 0.005).half()
+
+
 def balanced(words: torch.Tensor) -> torch.Tensor:
     """Replace code 0 by 8, the midpoint; words as int64 in the range of int32."""
     zero = ~(words | words >> 1 | words >> 2 | words >> 3) & 0x11111111

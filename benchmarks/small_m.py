@@ -19,6 +19,7 @@ from pathlib import Path
 
 import decode
 import torch
+from cards import need
 from randoms import Linear, linear, relative_error
 
 from w4pack.kernels.bench.timing import Candidate, race, rotation, warm_up
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     options = parser.parse_args()
-    device = torch.device(options.device)
+    device = need(options.device)
     repeats = 3 if options.quick else options.repeats
     rows = []
     with torch.inference_mode():

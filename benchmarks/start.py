@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cards import need_in_children
+
 TOKENS = 16  # of the prompt
 SHAPES = "4096x4096,6144x4096,28672x4096,4096x14336,8192x8192,57344x8192"
 WAYS = ("pre-packed", "usual")
@@ -304,6 +306,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model and shapes, to try the script")
     options = parser.parse_args()
+    need_in_children(options.device)
     shapes = ["256x256", "512x256"] if options.tiny else options.shapes.split(",")
     found = {}
     if options.what != "cold":

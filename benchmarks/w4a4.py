@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cards import need
+
 from w4pack.convert import api
 from w4pack.convert.jobs.running import Running
 from w4pack.convert.measure import evaluate
@@ -246,6 +248,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
+    need(given.device)
     folder = Path(given.work)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "results.jsonl"

@@ -37,7 +37,9 @@ def run_bench(given: Given) -> None:
     _check_options(given)
     require_extra("timing the kernels", ("torch", "transformers"), "gpu")
     dtype, shapes = _shapes(given)
-    device = _card()
+    from w4pack.kernels.bench import cards
+
+    device = cards.find()
     rates = _rates(device, dtype, integers=any(shape.act_bits != WIDE for shape in shapes))
     if not given["as_json"]:
         print("\n".join(_ceilings(device, rates)), flush=True)
@@ -95,28 +97,6 @@ def _shapes(given: Given) -> tuple["torch.dtype", "list[Shape]"]:
         own if own in TAGS else "bfloat16"
     )  # as the loader: fp32 models run in bfloat16
     return getattr(torch, name), found
-
-
-def _card() -> "torch.device":
-    """Return the current card, ready for launches.
-
-    Raises:
-        UsageError: there is none, or the kernels do not run on it.
-    """
-    import torch
-
-    from w4pack.kernels import launch
-
-    if not torch.cuda.is_available():
-        raise UsageError(
-            "there is no card to time",
-            code="device",
-            expected="a card that torch sees, of compute capability 8.0 or later",
-            found=f"torch {torch.__version__} sees none",
-        )
-    index = torch.cuda.current_device()
-    launch.device(index)
-    return torch.device("cuda", index)
 
 
 # ---- measuring -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from click.testing import CliRunner  # noqa: E402
 
 from w4pack import cli  # noqa: E402
-from w4pack.kernels.bench import command, products, rates, timing  # noqa: E402
+from w4pack.kernels.bench import cards, products, rates, timing  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,4 +64,4 @@ def test_a_graph_holds_whole_rounds() -> None:
 
 
 def test_a_card_is_found() -> None:
-    assert command._card() == torch.device("cuda", torch.cuda.current_device())
+    assert cards.find() == torch.device("cuda", torch.cuda.current_device())

@@ -17,7 +17,7 @@ from w4pack import cli
 from w4pack.convert import convert, errors
 from w4pack.convert.planning.quantize_options import QuantizeOptions
 from w4pack.kernels import ops
-from w4pack.kernels.bench import command, products, rates, shapes, timing
+from w4pack.kernels.bench import cards, command, products, rates, shapes, timing
 from w4pack.kernels.bench.rates import Rates
 from w4pack.kernels.quarot.modules import int_product
 from w4pack.kernels.spec import LinearSpec
@@ -33,7 +33,7 @@ def run(*args: object) -> Result:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command with a CPU in the card's place."""
-    monkeypatch.setattr(command, "_card", lambda: torch.device("cpu"))
+    monkeypatch.setattr(cards, "find", lambda: torch.device("cpu"))
     monkeypatch.setattr(command, "_rates", lambda device, dtype, integers: RATES)
     monkeypatch.setattr(timing, "ROTATED", 1 << 18)
 
