@@ -89,7 +89,8 @@ def check(folder: Path, given: Given) -> None:
         Refused: no artifact, or one with records that no kernel runs.
         SourceError: files that are broken, or no tokenizer.
     """
-    online.plan(open_artifact(folder, online=True), given["act_bits"], given["kv_bits"])
+    artifact = open_artifact(folder, online=True)
+    online.plan(artifact, given["act_bits"], given["kv_bits"], of_command=True)
     if not has_tokenizer(folder):
         raise no_tokenizer(folder, None)
     if given["system"] is not None and not _has_template(folder):

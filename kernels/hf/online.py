@@ -6,11 +6,14 @@ rotates by.
 
 from dataclasses import dataclass
 
+from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.dialects.online import Online, Settings
-from w4pack.convert.errors import Refused
+from w4pack.convert.errors import Refused, W4PackError
 from w4pack.convert.source.online_places import Linear, Place, place, plain
 from w4pack.convert.source.online_rules import misfits, without_kernel
 from w4pack.kernels.artifact import Artifact
+
+OPTIONS = (f"--act-bits {WIDE}", f"--kv-bits {WIDE}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,16 @@ class OnlinePlan:
     at: Place
 
 
-def plan(artifact: Artifact, act_bits: int | None = None, kv_bits: int | None = None) -> OnlinePlan | None:
+def plan(
+    artifact: Artifact, act_bits: int | None = None, kv_bits: int | None = None, *, of_command: bool = False
+) -> OnlinePlan | None:
     """Decide what runs between the linears; None: nothing.
+
+    Args:
+        artifact: opened.
+        act_bits: that were asked for; None: as it was calibrated.
+        kv_bits: likewise.
+        of_command: whether refusals are to name options, not parameters of ``load``.
 
     Raises:
         UsageError: bits that the records do not have.
@@ -42,8 +53,16 @@ def plan(artifact: Artifact, act_bits: int | None = None, kv_bits: int | None = 
     at = place(artifact.config, artifact.tensors, _linears(artifact))
     problems = (*misfits(records, at), *without_kernel(records, settings, at))
     if problems:
-        raise Refused.together(problems)
+        raise Refused.together(problems if of_command else [_of_load(problem) for problem in problems])
     return OnlinePlan(records, settings, at)
+
+
+def _of_load(problem: W4PackError) -> W4PackError:
+    """Let a refusal whose way on is an option name the parameter."""
+    if problem.hint in OPTIONS:
+        name, bits = problem.hint.removeprefix("--").split()
+        problem.hint = f"load with {name.replace('-', '_')}={bits}"
+    return problem
 
 
 def _linears(artifact: Artifact) -> dict[str, Linear]:
