@@ -13,7 +13,7 @@ from w4pack.convert.dialects.recorded import changed as changed_records
 from w4pack.convert.errors import Refused, SourceError, VerifyError
 from w4pack.convert.files import samples
 from w4pack.convert.files.checkpoint import CONFIG
-from w4pack.convert.files.described import MANIFEST, edited, of_tensors
+from w4pack.convert.files.described import MANIFEST, edited, missing, of_tensors
 from w4pack.convert.files.exchanged import refuse_exchanged
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.tensorfile import TensorInfo
@@ -48,8 +48,8 @@ def check(artifact: Artifact, names: Iterable[str], threads: int | None = None) 
 def check_samples(artifact: Artifact) -> tuple[Warning_, ...]:
     """Raise VerifyError that names every tensor that has the bytes of another one of the same artifact.
 
-    Returns warnings, for ``tell``, of tensors that have other bytes than they were written with, and of a
-    config.json that was edited.
+    Returns warnings, for ``tell``, of tensors that have other bytes than they were written with, of a
+    config.json that was edited, and of a manifest that is not there.
 
     ``online`` records are compared too: SourceError where they are lost, VerifyError where they were changed.
     Reads half a kilobyte of each tensor. Nothing is compared where the manifest is missing, or of a version
@@ -57,7 +57,7 @@ def check_samples(artifact: Artifact) -> tuple[Warning_, ...]:
     """
     manifest = artifact.manifest
     if manifest is None:
-        return ()
+        return (missing(str(artifact.folder)),)
     _refuse_changed_records(artifact, manifest)
     written = of_tensors(str(artifact.folder), manifest, "sample", in_all=False)
     infos = [info for name, info in artifact.tensors.items() if name in written]

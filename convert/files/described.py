@@ -77,6 +77,17 @@ def relabelled(
         )
 
 
+def missing(folder: str) -> Warning_:
+    """Return the warning of an artifact without a manifest: whatever was changed in it goes unseen."""
+    return Warning_(
+        "no-manifest",
+        folder,
+        f"{MANIFEST}, with which tensors and records are compared",
+        "none",
+        "take it from where the weights are from",
+    )
+
+
 def edited(store: Store, name: str, manifest: Mapping[str, Any]) -> tuple[Warning_, ...]:
     """Return a warning where a settings file is not the one that was written; none where nothing tells.
 

@@ -12,7 +12,7 @@ from w4pack.convert.errors import Refused, UsageError, W4PackError
 from w4pack.convert.events import Reporter, warning_fields
 from w4pack.convert.files import samples
 from w4pack.convert.files.checkpoint import CONFIG, Checkpoint
-from w4pack.convert.files.described import edited, of_tensors, read_manifest
+from w4pack.convert.files.described import edited, missing, of_tensors, read_manifest
 from w4pack.convert.files.exchanged import refuse_exchanged
 from w4pack.convert.files.provider import torch_dtype
 from w4pack.convert.files.tensorfile import TensorInfo
@@ -47,6 +47,8 @@ def read_model(checkpoint: Checkpoint, tell: Reporter) -> Source:
         raise Refused.together(problems)
     told = read_manifest(checkpoint.store)
     if told is None:
+        if source.claims is not None and source.claims.method == "w4pack":
+            tell.event("warning", **warning_fields(missing(checkpoint.label)))
         return source
     written = of_tensors(checkpoint.label, told, "sample", in_all=False)
     infos = [info for name, info in checkpoint.tensors.items() if name in written]

@@ -144,6 +144,8 @@ def test_an_artifact_without_samples_is_loaded(tmp_path: Path, manifest: str) ->
     if manifest == "none":
         path.unlink()
     load(tmp_path)
+    told = hashes.check_samples(open_artifact(tmp_path))
+    assert [t.code for t in told] == (["no-manifest"] if manifest == "none" else [])
 
 
 def test_a_manifest_that_is_damaged_stops_the_load(tmp_path: Path) -> None:

@@ -214,6 +214,9 @@ def test_what_was_changed_without_a_trace_elsewhere_is_a_warning(copy: Path, boo
     told = measured(copy, book).expect(0).data["warnings"]
     wanted = [("file-edited", str(path)), ("tensor-changed", "model.norm.weight")]
     assert [(w["code"], w["where"]) for w in told if w not in before] == wanted
+    (copy / "w4pack.json").unlink()
+    told = measured(copy, book).expect(0).data["warnings"]
+    assert [(w["code"], w["where"]) for w in told if w not in before] == [("no-manifest", str(copy))]
 
 
 def test_a_tensor_that_was_relabelled_is_told(copy: Path, book: Path) -> None:

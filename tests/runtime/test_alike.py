@@ -128,6 +128,16 @@ def test_bytes_of_nobody_are_loaded_with_a_warning(way: str, tmp_path: Path) -> 
 
 
 @way
+def test_a_folder_without_its_manifest_is_loaded_with_a_warning(way: str, tmp_path: Path) -> None:
+    folder = converted(NAME, tmp_path)
+    (folder / "w4pack.json").unlink()
+    with told() as texts:
+        WAYS[way](folder)
+    (text,) = texts
+    assert text.startswith(f"{folder}: expected w4pack.json, ") and text.endswith("[no-manifest]")
+
+
+@way
 def test_a_config_that_was_edited_is_taken_with_a_warning(way: str, tmp_path: Path) -> None:
     """Other heads with the same product: no tensor has another shape."""
     folder = converted(NAME, tmp_path)
