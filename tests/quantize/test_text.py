@@ -213,7 +213,7 @@ def test_f82_measuring_on_the_calibration_text_is_said(llama: Path, book: Path, 
 def test_a_text_without_one_window_is_a_usage_error(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("short")
     done = run("eval", llama, "--text", tmp_path / "t.txt", "--json").expect(2)
-    assert done.error["expected"] == "at least 512 tokens" and done.error["found"] == "5 tokens"
+    assert done.error["expected"] == "at least 256 tokens" and done.error["found"] == "5 tokens"
 
 
 def test_every_packed_form_of_one_source_has_one_perplexity(demo: Path, book: Path, tmp_path: Path) -> None:
