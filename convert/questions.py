@@ -65,8 +65,8 @@ def check(
     _check_asked(engines, tp)
     with glimpsed(path, where or Where(), reporter or Quiet(), thorough=thorough) as (checkpoint, label):
         source = _glimpse(checkpoint, thorough=thorough)
-        facts = source_facts(source)
         unknown_kind = [p for p in source.problems if p.code not in JUDGED] or relabelled_in(source)
+        facts = source_facts(source)
     if unknown_kind:  # weights that are not understood cannot be judged: never "takes it"
         raise Refused.together(unknown_kind)
     answers = []
