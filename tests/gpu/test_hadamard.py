@@ -335,11 +335,12 @@ def test_rows_without_a_transform_at_the_edges_of_their_forms(k: int, dtype: tor
         compare(found, x.double() * gain.double() * rms(x, 1e-6), dtype, (bits, clip, order), width)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("n", [3584, 4096, 4608])
-def test_norm_with_gain_in_front_of_a_transform(n: int) -> None:
+def test_norm_with_gain_in_front_of_a_transform(n: int, dtype: torch.dtype) -> None:
     from w4pack.kernels.quarot import quantize_ops as ops
 
-    x, gain = normal(9, n, torch.bfloat16), 1 + torch.randn(n, device="cuda") / 4
+    x, gain = normal(9, n, torch.bfloat16), (1 + torch.randn(n, device="cuda") / 4).to(dtype)
     transform = Transform.planned(n)
     y = transformed(x.double() * gain.double(), transform) * rms(x, 1e-6)
     found = ops.norm_quantize(x, gain, 1e-6, transform.key, 8, 1.0, 1, n)
