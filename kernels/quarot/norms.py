@@ -36,9 +36,10 @@ class _Made(NamedTuple):
 class FusedNorm(nn.Module):
     """An RMS norm that its readers compute: hands its input on. Its weight keeps name and place.
 
-    On a card the weight is looked at once in each of its states, as ones, which a rotation leaves, are left
-    out of the launch. Not seen there: a change through ``weight.data``, until ``load_state_dict`` or ``to``;
-    and, by a graph that was captured with ones, that they have become something else.
+    On a card the weight is looked at once in each of its states: ones, which a rotation leaves, are left out
+    of the launch, and 1 + weight is made ahead. Two changes are not seen there. One of such a weight through
+    ``weight.data``, until ``load_state_dict`` or ``to``. And that ones have become something else: by a graph
+    that was captured with them, and by compiled code unless ``load_state_dict`` or ``to`` was the way.
 
     Args:
         weight: (K,), as in the file.
