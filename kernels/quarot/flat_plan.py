@@ -105,8 +105,8 @@ class Flat:
 
 
 # Sizes are those that were measured to gain over the dense form, on an H200: fp16, codes P32 of 8 bits,
-# 2048 and 8192 rows. 5120 gains nothing. 14336 has two: with half the lines a product is half as long, but one
-# warpgroup has to make the activation of a whole row.
+# 2048 and 8192 rows. 5120 gains nothing. 14336 has two: with half the lines a product is half as long, but
+# one warpgroup has to make the activation of a whole row.
 FLATS = (
     Flat(4096, 8, 1, 1, 2, 5),
     Flat(8192, 16, 1, 1, 2, 4),
