@@ -14,7 +14,6 @@ VERBS = ("convert", "inspect", "check", "verify", "unpack", "push", "generate", 
 
 DIFFER = {
     "--tp": "check asks about several at once, convert rotates for one",
-    "--seqlen": "calibration has long windows, the protocol of eval short ones",
 }
 
 
