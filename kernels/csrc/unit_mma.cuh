@@ -69,26 +69,33 @@ template <class T> struct MmaUnit {
     }
   }
 
-  // The rows of one group, CHECKS times 32; `row` of the stage's scales. Meeting costs a warp nothing here: it keeps the
-  // compiler from loading what comes next before this is done, for which there are no registers.
+  // Weights are scaled: a group changes what they are multiplied by.
+  DEVICE void scaled_weights(Sums<T> &sums, u32 stage) const {
+    u32 scale[T::WORDS][2];
+    Zero<T::ACT, T::BITS> z[T::WORDS][2];
+    columns(scale, z, stage, 0);
+#pragma unroll
+    for (int check = 0; check < T::CHECKS; check++) {
+      if (check > 0 && p.new_group(check)) columns(scale, z, stage, p.group_row(check));
+      rows_32<false>(sums, stage, check, z, scale);
+    }
+  }
+
+  // Sums are scaled: the rows of one group, CHECKS times 32; `row` of the stage's scales. Meeting costs a warp nothing
+  // here: it keeps the compiler from loading what comes next before this is done, for which there are no registers.
   template <int CHECKS> DEVICE void group(Sums<T> &sums, u32 stage, int row) const {
     u32 scale[T::WORDS][2];
     Zero<T::ACT, T::BITS> z[T::WORDS][2];
+    Sums<T> part;
     columns(scale, z, stage, row);
-    if constexpr (T::SCALE_SUMS) {
-      Sums<T> part;
-      rows_32<true>(part, stage, row * CHECKS, z, scale);
+    rows_32<true>(part, stage, row * CHECKS, z, scale);
 #pragma unroll
-      for (int i = 1; i < CHECKS; i++) {
-        __syncwarp();
-        rows_32<false>(part, stage, row * CHECKS + i, z, scale);
-      }
+    for (int i = 1; i < CHECKS; i++) {
       __syncwarp();
-      add_scaled(sums, part, stage, row);
-    } else {
-#pragma unroll
-      for (int i = 0; i < CHECKS; i++) rows_32<false>(sums, stage, row * CHECKS + i, z, scale);
+      rows_32<false>(part, stage, row * CHECKS + i, z, scale);
     }
+    __syncwarp();
+    add_scaled(sums, part, stage, row);
   }
 
   // A unit whose groups have CHECKS times 32 rows. In a loop where there are registers for one of them only.
@@ -98,13 +105,17 @@ template <class T> struct MmaUnit {
     for (int row = 0; row < T::CHECKS / CHECKS; row++) group<CHECKS>(sums, stage, row);
   }
 
-  // Each size of group has its code: asking every 32 rows costs as much as unpacking a word, and a group's first product
-  // would have to find zeros.
+  // Where sums are scaled each size of group has its code: asking every 32 rows costs as much as unpacking a word, and a
+  // group's first product would have to find zeros.
   DEVICE void operator()(Sums<T> &sums, u32 stage) const {
-    if (p.group_shift >= UNIT_SHIFT) return groups<T::CHECKS>(sums, stage);
-    if constexpr (T::CHECKS > 2) {
-      if (p.group_shift > SMALLEST_GROUP_SHIFT) return groups<2>(sums, stage);
+    if constexpr (T::SCALE_SUMS) {
+      if (p.group_shift >= UNIT_SHIFT) return groups<T::CHECKS>(sums, stage);
+      if constexpr (T::CHECKS > 2) {
+        if (p.group_shift > SMALLEST_GROUP_SHIFT) return groups<2>(sums, stage);
+      }
+      groups<1>(sums, stage);
+    } else {
+      scaled_weights(sums, stage);
     }
-    groups<1>(sums, stage);
   }
 };

@@ -52,13 +52,17 @@ template <class UNIT> DEVICE void multiply_by(const Problem &p, int slot) {
 }
 
 // Each size of group has its loop: without branches between products that of a whole unit, with one look at scales, has a
-// fifth fewer instructions.
+// fifth fewer instructions. With zero points the others gain nothing that would be worth their compile.
 DEVICE void multiply(const Problem &p, int slot) {
   if (p.group_shift >= WgmmaUnit<T>::UNIT_SHIFT) return multiply_by<WgmmaUnit<T, T::UNIT_K>>(p, slot);
-  if constexpr (T::UNIT_K > 64) {
-    if (p.group_shift > SMALLEST_GROUP_SHIFT) return multiply_by<WgmmaUnit<T, 64>>(p, slot);
+  if constexpr (T::ZEROS) {
+    multiply_by<WgmmaUnit<T>>(p, slot);
+  } else {
+    if constexpr (T::UNIT_K > 64) {
+      if (p.group_shift > SMALLEST_GROUP_SHIFT) return multiply_by<WgmmaUnit<T, 64>>(p, slot);
+    }
+    multiply_by<WgmmaUnit<T, 32>>(p, slot);
   }
-  multiply_by<WgmmaUnit<T, 32>>(p, slot);
 }
 
 extern "C" __global__ void __launch_bounds__(T::BLOCK_THREADS, BLOCKS)
