@@ -108,7 +108,7 @@ def test_whoever_reads_text_looks_for_the_same_files(
     for part in ("config.json", "model.safetensors"):
         shutil.copy(llama / part, folder)
     monkeypatch.setattr(before, "open_artifact", lambda *_, **__: None)
-    monkeypatch.setattr(before.online, "plan", lambda *_: None)
+    monkeypatch.setattr(before.online, "plan", lambda *_, **__: None)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: "read")
     given: dict[str, Any] = {"act_bits": None, "kv_bits": None, "system": None}
     with open_checkpoint(LocalStore(folder)) as checkpoint:

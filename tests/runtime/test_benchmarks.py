@@ -26,14 +26,15 @@ GIVEN = {  # arguments that have no default
 
 @pytest.fixture(autouse=True, scope="module")
 def _as_scripts() -> Iterator[None]:
-    """Let benchmarks import each other as they do when they are run."""
-    before = dict(sys.modules)
+    """Let benchmarks import each other as they do when they are run; tests have folders of the same names."""
+    before = {name: sys.modules.pop(name, None) for name in SOURCES}
     sys.path.insert(0, str(FOLDER))
     yield
     sys.path.remove(str(FOLDER))
-    for name in SOURCES:
-        if name not in before:
-            sys.modules.pop(name, None)
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
 
 
 @pytest.fixture(autouse=True)
