@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,30 +14,16 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
 
 import w4pack  # noqa: E402
 from runtime import models, quarot_models  # noqa: E402
-from w4pack.convert import convert  # noqa: E402
+from runtime.ways import EXPERTS, NAME, WAYS, converted, way  # noqa: E402
 from w4pack.convert.errors import SourceError  # noqa: E402
-
-NAME = "gptqmodel-w4g32-asym-desc-qwen2"
-EXPERTS = "gptqmodel-w4g32-sym-desc-mixtral"
-WAYS: dict[str, Callable[..., Any]] = {
-    "load": w4pack.load,
-    "from_pretrained": AutoModelForCausalLM.from_pretrained,
-}
-way = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> None:
     w4pack.register()
-
-
-def converted(name: str, place: Path) -> Path:
-    convert(models.source(name, place), place / "out")
-    return place / "out"
 
 
 def added(folder: Path, **tensors: torch.Tensor) -> None:

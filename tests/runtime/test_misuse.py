@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,9 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import w4pack  # noqa: E402
 from runtime import models, quarot_models  # noqa: E402
+from runtime.ways import EXPERTS, NAME, WAYS, converted, way  # noqa: E402
 from w4pack import cli  # noqa: E402
-from w4pack.convert import convert  # noqa: E402
 from w4pack.convert.errors import Refused, SourceError, UsageError  # noqa: E402
-
-NAME = "gptqmodel-w4g32-asym-desc-qwen2"
-EXPERTS = "gptqmodel-w4g32-sym-desc-mixtral"
-WAYS: dict[str, Callable[..., Any]] = {
-    "load": w4pack.load,
-    "from_pretrained": AutoModelForCausalLM.from_pretrained,
-}
-way = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,9 +28,7 @@ def _registered() -> None:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("misuse")
-    convert(models.source(NAME, place), place / "out")
-    return place / "out"
+    return converted(NAME, tmp_path_factory.mktemp("misuse"))
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +100,7 @@ def test_nothing_is_loaded_where_new_tensors_have_no_numbers(out: Path) -> None:
 def test_a_setting_that_no_forward_pass_takes_is_refused(
     way: str, name: str, value: Any, tmp_path: Path
 ) -> None:
-    convert(models.source(EXPERTS, tmp_path), tmp_path / "out")
+    converted(EXPERTS, tmp_path)
     edit(tmp_path / "out", **{name: value})
     with pytest.raises(Refused) as caught:
         WAYS[way](tmp_path / "out")
@@ -133,7 +122,7 @@ def test_a_count_of_layers_that_is_a_text_is_shown_as_one(tmp_path: Path) -> Non
 
 
 def test_what_transformers_says_of_a_config_is_told_whole(tmp_path: Path) -> None:
-    convert(models.source(NAME, tmp_path), tmp_path / "out")
+    converted(NAME, tmp_path)
     edit(tmp_path / "out", num_hidden_layers="2")
     with pytest.raises(Refused) as caught:
         w4pack.load(tmp_path / "out")
@@ -141,7 +130,7 @@ def test_what_transformers_says_of_a_config_is_told_whole(tmp_path: Path) -> Non
 
 
 def test_a_tokenizer_that_lacks_a_part_is_told_by_more_than_its_name(tmp_path: Path) -> None:
-    convert(models.source(NAME, tmp_path), tmp_path / "out")
+    converted(NAME, tmp_path)
     (tmp_path / "out" / "tokenizer.json").write_text("{}")
     (tmp_path / "out" / "tokenizer_config.json").unlink(missing_ok=True)
     done = CliRunner().invoke(cli.root, ["generate", str(tmp_path / "out"), "a", "--json"])
