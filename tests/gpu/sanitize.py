@@ -1,6 +1,10 @@
-"""A few products of every tile, small enough for compute-sanitizer (``run_all.sh sanitizer``)."""
+"""A few products of every tile, small enough for compute-sanitizer (``run_all.sh sanitizer``).
+
+python tests/gpu/sanitize.py [PART ...]    (all parts where none is named)
+"""
 
 import itertools
+import sys
 from unittest import mock
 
 import cases
@@ -26,8 +30,16 @@ from w4pack.kernels.quarot.calls import Attention, GroupedProduct, Product
 from w4pack.kernels.quarot.transform import Transform
 
 
-def main() -> None:
-    """Run each tile on shapes with odd ends, and every other operator once."""
+def main(names: list[str]) -> None:
+    """Run the named parts, or all."""
+    for name in names or PARTS:
+        PARTS[name]()
+        torch.cuda.synchronize()
+        print(name, "done", flush=True)
+
+
+def products() -> None:
+    """Run each tile on shapes with odd ends; repack and gather once."""
     card = launch.device(0)
     for bits in (4, 8):
         for tile in tiles.all_tiles(launch.table_arch(card.arch), bits):
@@ -51,13 +63,6 @@ def main() -> None:
         words = torch.randint(-(2**31), 2**31 - 1, (320 * bits // 32, 192), device="cuda", dtype=torch.int32)
         ops.repack(words, torch.randperm(320, device="cuda").int(), bits)
     ops.gather(torch.randn(3, 200, device="cuda").half(), torch.randperm(200, device="cuda").int(), 256)
-    experts()
-    integers()
-    integer_experts()
-    caches()
-    quantizers()
-    torch.cuda.synchronize()
-    print("done")
 
 
 def experts() -> None:
@@ -192,5 +197,7 @@ def quantizers() -> None:
                     quantize_ops.act_quantize(torch.cat((x, x), 1), "gelu_tanh", key, 4, 0.9, 2, n)
 
 
+PARTS = {part.__name__: part for part in (products, experts, integers, integer_experts, caches, quantizers)}
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
