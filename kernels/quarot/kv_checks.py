@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from w4pack.kernels.checks import has_dtype, has_shape, require, same_device
+from w4pack.kernels.checks import VECTOR, has_dtype, has_shape, require, same_device, starts
 from w4pack.kernels.quarot import kv_layout
 from w4pack.kernels.quarot.calls import Append, Attention
 from w4pack.kernels.quarot.transform import Transform
@@ -58,9 +58,7 @@ def attention(given: Attention) -> None:
     _cache(codes, params, kv_heads, q.shape[3], bits, q)
     _table(block_table, lengths, "lengths", q)
     if first is not None:
-        has_dtype(first, "first", (torch.int32,), 1)
-        has_shape(first, "first", (q.shape[0],))
-        same_device("first", first, "q", q)
+        _slots(first, "first", q)
     _transform(transform, q.shape[3])
     require(math.isfinite(scale) and scale > 0, "the scale is out of range", "scale", "above 0", scale)
     require(window >= 0, "the window is negative", "window", "0 (none) or more tokens", window)
@@ -89,18 +87,27 @@ def _cache(codes: "Tensor", params: "Tensor", heads: int, head_dim: int, bits: i
     for name, tensor in (("codes", codes), ("params", params)):
         require(tensor.is_contiguous(), f"{name} is not contiguous", name, "contiguous", tensor.stride())
         same_device(name, tensor, "k and q", x)
+        starts(tensor, name, VECTOR)
 
 
 def _table(block_table: "Tensor", slots: "Tensor", name: str, x: "Tensor") -> None:
     has_dtype(block_table, "block_table", (torch.int32,), 2)
-    has_dtype(slots, name, (torch.int32,), 1)
-    has_shape(block_table, "block_table", (x.shape[0], block_table.shape[1]))
-    has_shape(slots, name, (x.shape[0],))
+    pages = block_table.shape[1]
+    has_shape(block_table, "block_table", (x.shape[0], pages))
     require(
         block_table.is_contiguous(), "block_table is not contiguous", "block_table", "contiguous", "strided"
     )
-    for other, tensor in (("block_table", block_table), (name, slots)):
-        same_device(other, tensor, "k and q", x)
+    same_device("block_table", block_table, "k and q", x)
+    require(pages > 0 or x.numel() == 0, "a sequence has no pages", "block_table", "at least one", pages)
+    _slots(slots, name, x)
+
+
+def _slots(slots: "Tensor", name: str, x: "Tensor") -> None:
+    """Check a number for each sequence."""
+    has_dtype(slots, name, (torch.int32,), 1)
+    has_shape(slots, name, (x.shape[0],))
+    require(slots.is_contiguous(), f"{name} is not contiguous", name, "contiguous", slots.stride())
+    same_device(name, slots, "k and q", x)
 
 
 def _transform(key: str, head_dim: int) -> None:

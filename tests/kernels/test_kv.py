@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from w4pack.convert.errors import UsageError  # noqa: E402
-from w4pack.kernels.quarot import kv, kv_layout, kv_reference  # noqa: E402
+from w4pack.kernels.quarot import calls, kv, kv_checks, kv_layout, kv_reference  # noqa: E402
 from w4pack.kernels.quarot.transform import Transform, apply  # noqa: E402
 
 
@@ -233,6 +233,7 @@ def _arguments() -> dict[str, object]:
         ("lengths", torch.tensor([65], dtype=torch.int32), "(64, 65)"),
         ("lengths", torch.tensor([0], dtype=torch.int32), "(-1, 0)"),
         ("lengths", torch.tensor([64]), "int64"),
+        ("block_table", torch.empty((1, 0), dtype=torch.int32), "0"),
         ("scale", 0.0, "0.0"),
         ("window", -1, "-1"),
         ("softcap", float("nan"), "nan"),
@@ -246,6 +247,49 @@ def test_what_does_not_fit_is_refused_by_name_and_value(name: str, value: object
     with pytest.raises(UsageError) as error:
         kv.kv_attention(*{**arguments, name: value}.values())
     assert error.value.found == found
+
+
+@pytest.mark.parametrize("name", ["lengths", "first"])
+def test_numbers_of_sequences_that_lie_apart_are_refused(name: str) -> None:
+    """The kernels read them side by side: every second one would be another sequence's."""
+    cache = Cache(2, 2, 64, 4, 64)
+    cache.append(0, 64)
+    apart = torch.tensor([[64, 0], [63, 0]], dtype=torch.int32)[:, 0]
+    given = {**_arguments(), "q": cache.states(2, 4, 1), "block_table": cache.table, "codes": cache.codes}
+    given |= {"params": cache.params, "lengths": apart.clone()}
+    kv.kv_attention(*{**given, name: apart.clone()}.values())
+    with pytest.raises(UsageError, match=f"{name} is not contiguous"):
+        kv.kv_attention(*{**given, name: apart}.values())
+
+
+def test_starts_of_sequences_that_lie_apart_are_refused() -> None:
+    cache, apart = Cache(2, 1, 64, 4, 64), torch.zeros((2, 2), dtype=torch.int32)[:, 0]
+    k = cache.states(2, 1, 1)
+    with pytest.raises(UsageError, match="start is not contiguous"):
+        kv.kv_append(k, k, cache.codes, cache.params, cache.table, apart, cache.key, 1.0, 1.0, 4)
+
+
+class _OnCard(torch.Tensor):
+    """A tensor that says it lies on a card."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("name", ["codes", "params"])
+def test_pages_that_start_off_sixteen_bytes_are_refused_for_a_card(name: str) -> None:
+    given = _arguments()
+    pages = given[name]
+    assert isinstance(pages, torch.Tensor)
+    whole = torch.empty(pages.numel() + 16, dtype=pages.dtype)
+    aligned = -whole.data_ptr() % 16 // pages.element_size()
+    for off, fits in ((0, True), (8 // pages.element_size(), False)):
+        view = whole[aligned + off :][: pages.numel()].view(pages.shape).as_subclass(_OnCard)
+        arguments = calls.Attention(**{**given, name: view})
+        if fits:
+            kv_checks.attention(arguments)
+            continue
+        with pytest.raises(UsageError, match=f"{name} starts at an odd address"):
+            kv_checks.attention(arguments)
 
 
 def test_unsupported_head_sizes_name_the_set() -> None:
