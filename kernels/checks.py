@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 VECTOR, PAIR = 16, 4  # bytes the kernels read and write at once
 MOST_WEIGHT = 1 << 32  # their offsets into a weight are 32 bits wide
+MOST_STRIDE = 1 << 31  # values from row to row: a launch hands them over as int32
+MOST_OUT_STRIDE = 1 << 27  # of an output: the bytes of eight rows are counted in 32 bits
 
 
 def require(holds: bool, what: str, where: str, expected: object, found: object) -> None:
@@ -128,19 +130,19 @@ def starts(tensor: "Tensor", name: str, unit: int) -> None:
         require(offset == 0, f"{name} starts at an odd address", name, f"a multiple of {unit} bytes", offset)
 
 
-def rows(x: "Tensor", name: str, unit: int) -> None:
-    """Check that rows are contiguous and each starts at a multiple of ``unit`` values.
+def rows(x: "Tensor", name: str, unit: int, most: int = MOST_STRIDE) -> None:
+    """Check that rows are contiguous and each starts at a multiple of ``unit`` values, below ``most`` apart.
 
     Raises:
         UsageError: a stride that does not fit.
     """
     inner = x.stride(1) == 1 or x.shape[1] == 1
-    outer = x.shape[0] <= 1 or (x.stride(0) % unit == 0 and x.stride(0) >= x.shape[1])
+    outer = x.shape[0] <= 1 or (x.stride(0) % unit == 0 and x.shape[1] <= x.stride(0) < most)
     require(
         inner and outer,
         f"{name} has a stride that is not supported",
         name,
-        f"(a multiple of {unit}, 1)",
+        f"(a multiple of {unit} below {most}, 1)",
         x.stride(),
     )
 
@@ -154,7 +156,7 @@ def output(y: "Tensor", x: "Tensor", n: int) -> None:
     has_dtype(y, "out", (x.dtype,), 2)
     has_shape(y, "out", (x.shape[0], n))
     same_device("out", y, "x", x)
-    rows(y, "out", 2)
+    rows(y, "out", 2, MOST_OUT_STRIDE)
     starts(y, "out", PAIR)
 
 

@@ -18,7 +18,7 @@ MOST_GRID_ROWS = 65535
 
 def plan(m: int, k: int, width: int, multiprocessors: int) -> tuple[tuple[int, int], int, int]:
     """Return (grid, rows a block takes at once, bytes of shared memory: 0 where rows are read in place)."""
-    row, parts = 2 * (-(-k // 8) * 8), -(-width // COLUMNS)
+    row, parts = 2 * (max(1, -(-k // 8)) * 8), -(-width // COLUMNS)
     if row > 2 * STAGED_BYTES:
         return (parts, min(m, MOST_GRID_ROWS)), 1, 0
     wanted = BLOCKS_PER_MULTIPROCESSOR * multiprocessors
@@ -39,7 +39,7 @@ def run(
     """Fill ``out`` (R, width) from checked arguments: with ``rows`` and ``offsets``, ``perm`` is (E, K)."""
     m, width = out.shape
     k = perm.shape[-1]
-    if m == 0:
+    if out.numel() == 0:
         return
     grid, each, shared = plan(m, k, width, card.multiprocessors)
     launch.start(

@@ -9,6 +9,8 @@ from w4pack.kernels.checks import has_dtype, has_shape, require
 if TYPE_CHECKING:
     from torch import Tensor
 
+MOST_X = 1 << 36  # bytes from x's first row to the end of its last: kernels count 16 of them in 32 bits
+
 
 def gemm(x: "Tensor", packed: Packed, rows: "Tensor", offsets: "Tensor") -> tuple[int, int]:
     """Check the arguments of ``moe_gemm`` by shape, dtype, stride and device; return (K, N).
@@ -19,8 +21,19 @@ def gemm(x: "Tensor", packed: Packed, rows: "Tensor", offsets: "Tensor") -> tupl
     experts = stack(packed)
     k, n = checks.weight(*of_expert(packed, 0))
     checks.activations(x, k, packed.weight)
+    reach(x, "x")
     routing(rows, offsets, experts, x)
     return k, n
+
+
+def reach(x: "Tensor", name: str) -> None:
+    """Check that an offset of a kernel reaches every row that a pair may read.
+
+    Raises:
+        UsageError: it does not.
+    """
+    size = x.shape[0] * x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
+    require(size <= MOST_X, f"{name} is too large", name, f"at most {MOST_X} bytes", size)
 
 
 def stack(packed: Packed) -> int:

@@ -130,6 +130,8 @@ def _check_repack(words: "Tensor", perm: "Tensor | None", bits: int) -> tuple[in
 def _repack_cuda(words: "Tensor", perm: "Tensor | None", bits: int) -> "Tensor":
     k, n = _check_repack(words, perm, bits)
     out = torch.empty((k // 16, n * bits // 2), dtype=torch.int32, device=words.device)
+    if out.numel() == 0:
+        return out
     index = words.get_device()
     with torch.cuda.device(index):
         card = launch.device(index)

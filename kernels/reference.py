@@ -129,7 +129,7 @@ def repack(words: "Tensor", perm: "Tensor | None", bits: int) -> "Tensor":
 
     per_word = 32 // bits
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device).view(1, per_word, 1)
-    unpacked = (words[:, None, :] >> shifts & (2**bits - 1)).reshape(-1, words.shape[1])
+    unpacked = (words[:, None, :] >> shifts & (2**bits - 1)).flatten(0, 1)
     rows = unpacked if perm is None else unpacked[perm.long()]
     packed = layout.pack_codes(rows.cpu().numpy().astype(np.uint8), bits)
     return torch.from_numpy(packed).to(words.device)

@@ -41,6 +41,7 @@ def check(given: GroupedProduct) -> int:
     """
     experts = moe_checks.stack(given.packed)
     n = int_ops.check(_of_expert(given, 0))
+    moe_checks.reach(given.codes, "codes")
     moe_checks.routing(given.rows, given.offsets, experts, given.codes)
     return n
 

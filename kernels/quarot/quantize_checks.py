@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2}  # as the kernels number them
 BITS = RUN_BITS
 WIDTH = 64  # columns of a packed weight's tile: what codes are padded to
+LONG_STRIDE = 1 << 39  # of x, in values: a tensor map has 40 bits for the bytes
 
 
 def norm(x: "Tensor", gain: "Tensor | None", eps: float, transform: str, form: Form) -> Transform:
@@ -70,7 +71,7 @@ def _input(x: "Tensor", name: str, parts: int = 1) -> int:
     checks.has_dtype(x, name, (torch.float16, torch.bfloat16), 2)
     unit, k = UNIT * parts, x.shape[1]
     checks.require(k > 0 and k % unit == 0, "the width is not supported", name, f"K % {unit} = 0", k)
-    checks.rows(x, name, UNIT)
+    checks.rows(x, name, UNIT, LONG_STRIDE)
     checks.starts(x, name, checks.VECTOR)
     return k
 

@@ -7,7 +7,8 @@ torch = pytest.importorskip("torch")
 
 import packed  # noqa: E402
 from w4pack.convert.errors import UsageError  # noqa: E402
-from w4pack.kernels import moe_ops, ops  # noqa: E402
+from w4pack.kernels import moe_checks, moe_ops, ops  # noqa: E402
+from w4pack.kernels.arguments import Packed  # noqa: E402
 from w4pack.kernels.experts import MixedExperts, PackedExperts, StackedLinear  # noqa: E402
 from w4pack.kernels.spec import LinearSpec, fuse  # noqa: E402
 
@@ -201,6 +202,22 @@ def test_wrong_arguments_are_errors_that_name_the_argument() -> None:
         with pytest.raises(UsageError) as caught:
             moe_ops.moe_gather(*args)
         assert caught.value.where == where
+
+
+def test_rows_past_the_reach_of_an_offset_are_an_error() -> None:
+    """A kernel counts what lies before a pair's row of x in 32 bits, 16 bytes at a time."""
+    layer, _ = stack(SPECS["zeros"], 3)
+    rows, offsets = pairs([2, 0, 3, 1], 6)
+    tensors = (layer.weight, layer.weight_scale, layer.weight_zero_point)
+    packed = Packed(*(t.to("meta") for t in tensors), 4, 32)
+
+    def check(step: int) -> None:
+        x = torch.empty_strided((1 << 20, H), (step, 1), dtype=torch.float16, device="meta")
+        moe_checks.gemm(x, packed, rows.to("meta"), offsets.to("meta"))
+
+    check(32768)
+    with pytest.raises(UsageError, match="x is too large"):
+        check(32776)
 
 
 def test_experts_of_several_kinds_are_bit_for_bit_those_of_one_stack() -> None:

@@ -34,3 +34,7 @@ def test_a_row_that_does_not_fit_is_read_in_place() -> None:
     longest = g.STAGED_BYTES  # values of twice that many bytes
     assert g.plan(8, longest, longest, 132)[2] == 2 * longest
     assert g.plan(8, longest + 8, longest + 8, 132)[1:] == (1, 0)
+
+
+def test_rows_of_nothing_are_zeros_that_one_block_writes() -> None:
+    assert g.plan(3, 0, 8, 132) == ((1, 3), 1, 16)

@@ -12,6 +12,7 @@ from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels import layout  # noqa: E402
 from w4pack.kernels.experts import PackedExperts, StackedLinear  # noqa: E402
 from w4pack.kernels.quarot import int_moe_ops, int_ops, orders_int  # noqa: E402
+from w4pack.kernels.quarot.calls import GroupedProduct  # noqa: E402
 from w4pack.kernels.quarot.experts import QuantizedExperts  # noqa: E402
 from w4pack.kernels.quarot.fronts import PlainFront  # noqa: E402
 from w4pack.kernels.spec import LinearSpec  # noqa: E402
@@ -115,6 +116,20 @@ def test_wrong_arguments_are_errors_that_name_the_argument() -> None:
         with pytest.raises(UsageError) as caught:
             run(given | {name: value})
         assert caught.value.where == name, (name, caught.value)
+
+
+def test_codes_past_the_reach_of_an_offset_are_an_error() -> None:
+    given = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in arguments()[0].items()}
+    tokens = 1 << 20
+    given["act_scales"] = torch.empty(tokens, device="meta")
+
+    def check(step: int) -> None:
+        codes = torch.empty_strided((tokens, K), (step, 1), dtype=torch.int8, device="meta")
+        int_moe_ops.check(GroupedProduct(**given | {"codes": codes}))
+
+    check(65536)
+    with pytest.raises(UsageError, match="codes is too large"):
+        check(65552)
 
 
 # ---- the layer that uses it -------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ torch = pytest.importorskip("torch")
 
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels import checks, layout, ops, reference  # noqa: E402
+from w4pack.kernels.quarot import quantize_checks  # noqa: E402
+from w4pack.kernels.quarot.calls import Form  # noqa: E402
 
 
 def _problem(
@@ -69,6 +71,13 @@ def test_repack_equals_the_engines_bytes(shared: Path) -> None:
         found = ops.repack(golden[f"{name}.gptq_qweight"], order, about["bits"])
         assert torch.equal(found, golden[f"{name}.marlin_qweight"]), name
     assert len(meta) > 20
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (8, 0)])
+def test_words_of_nothing_make_no_launch(shape: tuple[int, int]) -> None:
+    words = torch.zeros(shape, dtype=torch.int32)
+    for repack in (ops.repack, ops._repack_cuda):  # a grid may not be empty
+        assert repack(words, None, 4).shape == (shape[0] // 2, shape[1] * 2)
 
 
 def test_gather_takes_columns_and_pads() -> None:
@@ -154,6 +163,23 @@ def test_a_weight_past_the_reach_of_an_offset_is_an_error() -> None:
     scales = torch.empty((1, 32768), dtype=torch.float16, device="meta")
     with pytest.raises(UsageError, match="too large"):
         checks.weight(packed, scales, None, 4, -1)
+
+
+def test_a_stride_past_what_a_launch_hands_over_is_an_error() -> None:
+    """Two long sequences' last tokens are so far apart: 262144 tokens of 8192 values."""
+
+    def last(step: int) -> torch.Tensor:
+        return torch.empty_strided((2, 64), (step, 1), dtype=torch.float16, device="meta")
+
+    weight = torch.empty((4, 128), dtype=torch.int32, device="meta")
+    checks.activations(last(2**31 - 8), 64, weight)
+    with pytest.raises(UsageError, match="x has a stride") as told:
+        checks.activations(last(2**31), 64, weight)
+    assert told.value.expected == "(a multiple of 8 below 2147483648, 1)"
+    checks.output(last(2**27 - 2), last(64), 64)
+    with pytest.raises(UsageError, match="out has a stride"):
+        checks.output(last(2**27), last(64), 64)
+    quantize_checks.act(last(2**31), "none", "", Form(8, 1.0, 0, 64))  # its kernels take 64 bits
 
 
 def test_a_dense_weight_is_half_or_bfloat16() -> None:
