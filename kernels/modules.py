@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from w4pack.kernels import checks, gradient, ops
+from w4pack.kernels.shared import Shared
 from w4pack.kernels.spec import SUFFIXES, LinearSpec
 
 
@@ -148,6 +149,20 @@ class PackedLinear(PackedTensors):
         """Return (..., out_features) of x (..., in_features), in x's dtype."""
         return self.product(x) if self.fused is None else self.fused.part(self.place, x)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Set a parameter; one of a joined layer is copied to where the product reads it."""
+        held = None if self._modules.get("fused") is None else self._parameters.get(name)
+        if held is None or param is None:
+            super().register_parameter(name, param)
+        else:
+            held.data, self._parameters[name] = param, held
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take up what was copied or pickled."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.fused is not None:
+            self.fused.share_again()
+
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
@@ -162,7 +177,6 @@ class PackedLinear(PackedTensors):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         if self.fused is not None:  # copy into the shared tensors: an assigned one would not be read
-            self.fused._share()  # ``copy.deepcopy`` has made tensors of the views
             local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
@@ -210,6 +224,19 @@ class FusedLinear(PackedTensors):
             return held[2], tuple(p for p in held[3] if p != place)
         return self.product(x), tuple(p for p in range(len(self.parts)) if p != place)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take up what was copied or pickled."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.share_again()
+
+    def share_again(self) -> None:
+        """Make views of the parts' parameters, which a copy or a pickle has made tensors of their own.
+
+        The modules refer to each other and come one by one: called by each, it acts when the last is there.
+        """
+        if "parts" in self.__dict__ and all("_parameters" in part.__dict__ for part in self.parts):
+            self._share()
+
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         self._buffers[name] = tensor
         self._share()
@@ -226,7 +253,7 @@ class FusedLinear(PackedTensors):
                     whole = whole[:, start * times // over : (start + part.spec.n) * times // over]
                 elif name == "bias":
                     whole = whole[start : start + part.spec.out_features]
-                part._put(name, whole)
+                part._parameters[name] = Shared(whole, requires_grad=False)
 
 
 def _version(x: torch.Tensor) -> int:

@@ -1,7 +1,9 @@
 """The packed linear layer on the CPU against the dense one, padded and permuted as the file is."""
 
 import copy
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,6 +173,67 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     other.load_state_dict(zeros)
     assert not any(part(x).any() for part in other)
     assert all(torch.equal(part(x), y) for part, y in zip(parts, before, strict=True))
+
+
+def _doubled(part: modules.PackedLinear) -> torch.nn.Parameter:
+    return torch.nn.Parameter(part.weight_scale * 2, requires_grad=False)
+
+
+WRITTEN: dict[str, Callable[[modules.PackedLinear], Any]] = {
+    "in place": lambda part: part.weight_scale.detach().mul_(2),
+    "data": lambda part: setattr(part.weight_scale, "data", _doubled(part).data),
+    "in place, data": lambda part: part.weight_scale.data.mul_(2),
+    "parameter": lambda part: setattr(part, "weight_scale", _doubled(part)),
+    "register": lambda part: part.register_parameter("weight_scale", _doubled(part)),
+    "load": lambda part: part.load_state_dict(part.state_dict() | {"weight_scale": _doubled(part)}),
+    "assign": lambda part: part.load_state_dict(
+        part.state_dict() | {"weight_scale": _doubled(part)}, assign=True
+    ),
+}
+COPIED: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda model: model,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "copy of a part": lambda model: torch.nn.ModuleList([model[0], copy.deepcopy(model[1])]),
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("copied", COPIED)
+def test_what_is_written_to_a_part_reaches_the_product(copied: str, written: str) -> None:
+    specs = FUSED["bias, zeros"]
+    model = COPIED[copied](torch.nn.ModuleList(_fused(specs)[1]))
+    alone = _filled(specs[1], 1)
+    alone.weight_scale.mul_(2)
+    x = torch.randn(2, 192).half()
+    before = [part(x) for part in model]
+    WRITTEN[written](model[1])
+    assert torch.equal(model[1](x), alone(x)) and not torch.equal(model[1](x), before[1])
+    assert torch.equal(model[0](x), before[0])
+    assert torch.equal(model.state_dict()["1.weight_scale"], alone.weight_scale)
+
+
+def test_a_tensor_of_another_kind_does_not_become_a_part() -> None:
+    _, (_, part) = _fused(FUSED["bias, zeros"])
+    scale = part.weight_scale
+    for other in (scale.bfloat16(), scale[:1].clone(), scale.to("meta")):
+        with pytest.raises(UsageError) as told:
+            scale.data = other
+        assert (told.value.code, told.value.expected) == ("fused-part", "float16 [3, 64] on cpu")
+        with pytest.raises(UsageError):
+            part.weight_scale = torch.nn.Parameter(other, requires_grad=False)
+    assert part.weight_scale is scale
+
+
+def test_a_copy_holds_its_tensors_once() -> None:
+    _, parts = _fused(FUSED["bias, zeros"])
+    for copied in COPIED.values():
+        model = copied(torch.nn.ModuleList(parts))
+        for part in model:
+            whole = {t.untyped_storage().data_ptr() for t in part.fused.buffers()}
+            assert {
+                t.untyped_storage().data_ptr() for t in part._parameters.values() if t is not None
+            } <= whole
 
 
 def test_casts_leave_scales_alone_and_moves_keep_the_parts_joined() -> None:

@@ -1,0 +1,49 @@
+"""The tensor of a layer that lies inside a joined one: it cannot be taken out of there unseen.
+
+``part.weight.data = other`` would let a plain parameter leave the joined tensor, which the product reads, and
+nothing would show it. Here the values are copied to where the product reads them.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from w4pack.convert.errors import UsageError
+
+_data: Any = torch.Tensor.data  # as every tensor has it: a descriptor
+
+
+class Shared(nn.Parameter):
+    """A view of a joined tensor, as a parameter. Copies and pickles of it are plain tensors."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The view, without a record of what is done to it."""
+        found: torch.Tensor = _data.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        """Copy values into the joined tensor.
+
+        Raises:
+            UsageError: a tensor that does not fit there.
+        """
+        if _kind(other) != _kind(self):
+            raise UsageError(
+                "a tensor does not fit where the joined layers have it",
+                code="fused-part",
+                expected=_words(self),
+                found=_words(other),
+                hint="model.to(device) moves all of a model; the dtype is chosen as it is loaded",
+            )
+        self.data.copy_(other.detach())
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _words(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
