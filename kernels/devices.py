@@ -5,26 +5,31 @@ import torch
 from w4pack.convert.errors import UsageError
 
 
-def find(device: torch.device | str) -> torch.device:
-    """Return the CPU, or a GPU with its index.
+def find(device: torch.device | str | int) -> torch.device:
+    """Return the CPU, or a GPU with its index: one value for each device, whatever it is called.
+
+    A number alone is a GPU's, as in a device map.
 
     Raises:
         UsageError: no such device, or none that torch sees.
     """
+    name = f"cuda:{device}" if str(device).isdecimal() else str(device)
     try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as err:
-        raise _none(str(device), "the name of no device") from err
+        found = torch.device(name)
+    except RuntimeError as err:
+        raise _none(name, "the name of no device") from err
     if found.type == "cpu":
-        return torch.device("cpu")  # of which there is one, whatever number it was given
+        if found.index:
+            raise _none(name, "one CPU, whose number is 0")
+        return torch.device("cpu")
     if found.type != "cuda":
-        raise _none(str(device), "a device that the kernels do not run on")
+        raise _none(name, "a device that the kernels do not run on")
     if not torch.cuda.is_available():
-        raise _none(str(device), "no GPU that torch sees")
+        raise _none(name, "no GPU that torch sees")
     count = torch.cuda.device_count()
     index = torch.cuda.current_device() if found.index is None else found.index
     if index >= count:
-        raise _none(str(device), f"{count} GPUs")
+        raise _none(name, f"{count} GPUs")
     return torch.device("cuda", index)
 
 

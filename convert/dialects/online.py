@@ -160,7 +160,7 @@ def _chosen(name: str, asked: int | None, own: int, allowed: tuple[int, ...]) ->
 def _way_to(name: str, asked: object, own: int) -> str:
     """Return what runs instead, and how an artifact for the asked bits is made."""
     way = f"without `{name}` it runs with {own} bit"
-    if asked not in RUN_BITS:
+    if type(asked) is not int or asked not in RUN_BITS:
         return way
     made = f"w4pack convert SRC OUT --quantize gptq --{name.replace('_', '-')} {asked}"
     return f"{way}; `{made}`, of the 16-bit model, makes one that can"

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.initialization import no_init_weights
 
 from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError
-from w4pack.kernels import arguments, devices, launch, linears, placement, transfer
+from w4pack.kernels import devices, launch, linears, placement, transfer
 from w4pack.kernels.artifact import Artifact, open_artifact
-from w4pack.kernels.hf import joins, online, quantizer, skeleton, wiring
+from w4pack.kernels.hf import dtypes, joins, online, quantizer, skeleton, wiring
 from w4pack.kernels.hf.joins import Joins
 from w4pack.kernels.hf.skeleton import Skeleton
 from w4pack.kernels.modules import FusedLinear
@@ -58,7 +58,7 @@ def load(
         SourceError: files that are broken, or that the model does not fit.
         VerifyError: tensors that were exchanged; hashes that differ.
     """
-    target, threads, asked = _device(device), _threads(threads), _asked_dtype(dtype)
+    target, threads, asked = _device(device), _threads(threads), dtypes.asked(dtype)
     artifact = open_artifact(_folder(path), online=True)
     running = online.plan(artifact, act_bits, kv_bits)
     model, compute = _empty_model(artifact, asked)
@@ -115,26 +115,11 @@ def _folder(path: str | os.PathLike[str]) -> str:
     return found
 
 
-def _asked_dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype that was asked for; None: the model's own."""
-    if asked is None or (isinstance(asked, str) and asked == "auto"):
-        return None
-    wanted = getattr(torch, asked, None) if isinstance(asked, str) else asked
-    if not isinstance(wanted, torch.dtype) or wanted not in arguments.NAMES:
-        raise UsageError(
-            "the kernels do not compute in this dtype",
-            code="dtype",
-            expected="float16 or bfloat16",
-            found=str(asked),
-        )
-    return wanted
-
-
 def _empty_model(artifact: Artifact, asked: torch.dtype | None) -> tuple[PreTrainedModel, torch.dtype]:
     """Return the model, parameters on ``meta`` and computed buffers real, and the dtype it computes in."""
     try:
         config = AutoConfig.from_pretrained(artifact.folder)
-        compute = _compute_dtype(asked, getattr(config, "dtype", None))
+        compute = dtypes.chosen(artifact, asked)
         with _making, _parameters_on_meta(), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=compute)
     except W4PackError:
@@ -147,13 +132,6 @@ def _empty_model(artifact: Artifact, asked: torch.dtype | None) -> tuple[PreTrai
             found=_said(err),
         ) from err
     return model, compute
-
-
-def _compute_dtype(asked: torch.dtype | None, own: torch.dtype | None) -> torch.dtype:
-    if asked is None:
-        return quantizer.activations(own or torch.float32)
-    quantizer.warn_of_range(asked, own)
-    return asked
 
 
 def _said(err: Exception) -> str:

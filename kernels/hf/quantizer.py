@@ -5,7 +5,6 @@ device, names and shapes compared from the headers before, layers joined after. 
 missing tensor and go on with what lies in memory, so nothing is left to its report.
 """
 
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,31 +23,34 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.dialects import w4pack as dialect
 from w4pack.convert.errors import Refused, UsageError
-from w4pack.kernels import arguments, devices, hashes, launch
+from w4pack.kernels import devices, hashes, launch
 from w4pack.kernels.artifact import open_artifact
-from w4pack.kernels.hf import joins, kv_attention, online, skeleton, wiring
+from w4pack.kernels.hf import asking, dtypes, joins, kv_attention, online, skeleton, wiring
+from w4pack.kernels.hf.asking import SETTINGS
 
 METHOD = "w4pack"
-
-
-BITS = ("act_bits", "kv_bits")  # what may be chosen; no keys of an artifact
 
 
 class W4PackConfig(QuantizationConfigMixin):
     """The artifact's ``quantization_config``, key for key.
 
-    Who loads by ``from_pretrained`` may add ``act_bits`` and ``kv_bits``, with the meaning that they have for
-    ``w4pack.load``.
+    Beside it are settings (``act_bits``, ``kv_bits``, ``check_hashes``) that ``from_pretrained`` was given,
+    or that somebody put into the config, with the meaning that they have for ``w4pack.load``.
     """
 
     def __init__(self, **block: Any) -> None:
-        self.__dict__.update(dict.fromkeys(BITS), **block)
+        self.__dict__.update(dict.fromkeys(SETTINGS), **block)
         self.quant_method = METHOD
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Make it of config.json's block, in a call of ``from_pretrained`` with the settings given there."""
+        return super().from_dict({**config_dict, **asking.take()}, *args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys of the artifact."""
         found: dict[str, Any] = super().to_dict()
-        return {key: value for key, value in found.items() if key not in BITS}
+        return {key: value for key, value in found.items() if key not in SETTINGS}
 
 
 class W4PackQuantizer(HfQuantizer):
@@ -71,7 +73,7 @@ class W4PackQuantizer(HfQuantizer):
                 hint="install the w4pack that wrote it, or convert again: w4pack convert SOURCE OUT",
             )
         if isinstance(device_map, dict):  # else a way to spread it, over GPUs that are there
-            check_places(device_map.values())
+            places(device_map.values())
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Take note of the attention that was asked for: a model has one in any case."""
@@ -80,9 +82,15 @@ class W4PackQuantizer(HfQuantizer):
 
     update_tp_plan = update_attn_implementation  # where older versions of transformers hand over the config
 
+    def update_device_map(self, device_map: Any) -> Any:
+        """Return a map of one device, however its places spell it, as such."""
+        found = places(device_map.values()) if isinstance(device_map, dict) else ()
+        return {"": found[0]} if len(found) == 1 else device_map
+
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of activations: the model's, which the kernels take in 16 bit only."""
-        return activations(dtype)
+        self.asked = dtype
+        return dtypes.narrowed(dtype)
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Any = None, dtype: Any = None, **kwargs: Any
@@ -94,8 +102,12 @@ class W4PackQuantizer(HfQuantizer):
                 hint="from_pretrained(PATH) without `state_dict`",
             )
         artifact = open_artifact(Path(checkpoint_files[0]).parent, online=True)
+        settings = self.quantization_config
+        if settings.check_hashes:
+            hashes.check(artifact, artifact.tensors)
         hashes.tell(hashes.check_samples(artifact))
-        self.running = online.plan(artifact, *(getattr(self.quantization_config, name) for name in BITS))
+        dtypes.chosen(artifact, self.asked)
+        self.running = online.plan(artifact, settings.act_bits, settings.kv_bits)
         if self.running is not None and self.running.settings.kv_bits != WIDE:
             own = artifact.config.get("attn_implementation")
             kv_attention.refuse_other(
@@ -114,7 +126,7 @@ class W4PackQuantizer(HfQuantizer):
         if self.running is not None:
             wiring.wire(self.skeleton, self.running)
         settle(model)
-        del self.skeleton, self.joins, self.running, self.dtypes
+        del self.skeleton, self.joins, self.running, self.dtypes, self.asked
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
@@ -170,39 +182,27 @@ def _not_saved() -> UsageError:
     )
 
 
-def check_places(places: Iterable[Any]) -> None:
-    """Refuse places of a device map that no packed layer runs at.
+def places(given: Iterable[Any]) -> tuple[torch.device, ...]:
+    """Return the devices of a device map, each once.
 
     Raises:
         UsageError: a disk, or a CPU beside GPUs; no such device; a card that is too old.
     """
-    names = {f"cuda:{place}" if str(place).isdecimal() else str(place) for place in places}
-    kinds = {name.partition(":")[0] for name in names}
-    if "disk" in kinds or ("cpu" in kinds and len(names) > 1):
+    names = sorted(set(map(str, given)))
+    kinds = {"cuda" if name.isdecimal() else name.partition(":")[0] for name in names}
+    if "disk" in kinds or len(kinds) > 1:
         raise UsageError(
             "packed layers stay on one device each; they are not offloaded",
             code="offload",
             where="device_map",
             expected="one CPU, or GPUs",
-            found=", ".join(sorted(names)),
+            found=", ".join(names),
         )
-    for device in map(devices.find, sorted(names)):
+    found = tuple(dict.fromkeys(map(devices.find, names)))
+    for device in found:
         if device.type == "cuda":
             launch.device(device.index)
-
-
-def activations(dtype: torch.dtype) -> torch.dtype:
-    """Return the 16-bit dtype for a model of ``dtype``; fp32 becomes bf16, with a warning: same range."""
-    if dtype in arguments.NAMES:
-        return dtype
-    warnings.warn(f"the kernels compute in 16 bit: bfloat16 instead of {dtype}", stacklevel=2)
-    return torch.bfloat16
-
-
-def warn_of_range(dtype: torch.dtype, own: torch.dtype | None) -> None:
-    """Warn where a model that was made for the range of bf16 is to run in fp16."""
-    if dtype == torch.float16 and own in (torch.bfloat16, torch.float32):
-        warnings.warn(f"float16 ends at 65504, and the model is of {own}: outputs may overflow", stacklevel=3)
+    return found
 
 
 def register() -> None:
@@ -218,3 +218,4 @@ def register() -> None:
         raise UsageError("another quantizer is registered as `w4pack`", code="taken", found=str(taken))
     register_quantization_config(METHOD)(W4PackConfig)
     register_quantizer(METHOD)(W4PackQuantizer)
+    asking.install()

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -96,9 +97,19 @@ def build(
 
 
 def mark_filled(model: nn.Module) -> None:
-    """Tell transformers that all modules have their numbers: ``init_weights`` draws others for the rest."""
+    """Tell transformers that all modules have their numbers: ``init_weights`` draws others for the rest, and
+    ``_init_weights`` for whatever it is given, so it is asked for modules without the mark alone.
+    """
     for module in model.modules():
         module._is_hf_initialized = True  # type: ignore[assignment]
+        if isinstance(module, PreTrainedModel):
+            module._init_weights = partial(_init_weights, module)
+
+
+def _init_weights(model: PreTrainedModel, module: nn.Module) -> None:
+    """Draw the numbers of a module that was made since: of embeddings that were resized, say."""
+    if not getattr(module, "_is_hf_initialized", False):
+        type(model)._init_weights(model, module)
 
 
 # ---- replacing -------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,9 +76,22 @@ def test_weights_that_were_loaded_are_not_drawn_anew(way: str, name: str, tmp_pa
     model = WAYS[way](folder)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     logits = models.logits(model)
-    model.init_weights()
-    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
-    assert torch.equal(models.logits(model), logits)
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.init_weights()
+        other.apply(other._init_weights)
+        other.model.apply(other.model._init_weights)
+        assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
+        assert torch.equal(models.logits(other), logits)
+
+
+@way
+def test_embeddings_that_are_new_are_drawn(way: str, tmp_path: Path) -> None:
+    model = WAYS[way](converted(NAME, tmp_path))
+    size, logits = model.config.vocab_size, models.logits(model)
+    model.resize_token_embeddings(size + 64, mean_resizing=False)
+    added = model.get_input_embeddings().weight[size:].float()
+    assert 0.5 < float(added.std()) / model.config.initializer_range < 1.5
+    assert torch.equal(models.logits(model)[:, :size], logits)
 
 
 # ---- what was changed since it was written ----------------------------------------------------------------
