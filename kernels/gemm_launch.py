@@ -1,6 +1,6 @@
 """Launches of the product and of dequantizing: what ``ops`` runs on a GPU, arguments checked."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,7 +42,7 @@ def run_gemm(
         with torch.cuda.device(index):
             run_gemm(x, packed, bias, out, k, n, chosen)
         return
-    weight, scales, zeros, bits, _ = packed
+    zeros, bits = packed.zeros, packed.bits
     card = launch.device(index)
     choice = chosen or tiles.choose(launch.table_arch(card.arch), card.multiprocessors, m, n, k, bits)
     tile = choice.tile
@@ -56,9 +56,7 @@ def run_gemm(
         tile.threads,
         tile.shared_bytes(bits, zeros is not None),
         stream,
-        tensor_maps.boxes(card, x.data_ptr(), m, k, row, tile.tokens) if tile.producer else x.data_ptr(),
-        weight.data_ptr(),
-        scales.data_ptr(),
+        *_operands(card, tile, x, packed),
         pointer(zeros),
         pointer(bias),
         out.data_ptr(),
@@ -71,6 +69,21 @@ def run_gemm(
         row_stride(out),
         packed.group_shift,
         packed.wide_scales,
+    )
+
+
+def _operands(card: launch.Device, tile: tiles.Tile, x: "Tensor", packed: Packed) -> tuple[Any, ...]:
+    """Return activations, weight and scales as the kernel takes them: maps of them, or their addresses."""
+    weight, scales, _, bits, group_size = packed
+    if not tile.producer:
+        return x.data_ptr(), weight.data_ptr(), scales.data_ptr()
+    (m, k), (groups, n) = x.shape, scales.shape
+    row = x.stride(0) if m > 1 else k
+    of_unit = 1 if group_size == -1 else max(1, tile.unit // group_size)
+    return (
+        tensor_maps.boxes(card, x.data_ptr(), m, k, row, tile.tokens),
+        tensor_maps.weights(card, weight.data_ptr(), k, n, bits, tile.unit // 16, tile.columns),
+        tensor_maps.scale_rows(card, scales.data_ptr(), groups, n, of_unit, tile.columns),
     )
 
 

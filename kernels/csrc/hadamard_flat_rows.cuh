@@ -7,13 +7,6 @@
 
 namespace flat {
 
-// Asks for the box of a map at (column, line, row).
-DEVICE void copy_lines(u32 to, const TensorMap *map, u32 column, u32 line, u32 row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-               ::"r"(to), "l"(map), "r"(column), "r"(line), "r"(row), "r"(barrier)
-               : "memory");
-}
-
 // T is the kernel's Config.
 template <class T> struct Rows {
   const TensorMap *map;  // rows of lines: x's, or gate's and then up's
@@ -50,8 +43,8 @@ template <class T> struct Rows {
 #pragma unroll
         for (u32 b = 0; b < T::BLOCKS; b++) {
           const u32 at = r * T::ROW_BYTES + b * T::BLOCK_BYTES;
-          copy_lines(stage(i) + at, map, 64 * b, 0, row + r, barrier(i));
-          if (acts()) copy_lines(up() + at, map, 64 * b, T::M, row + r, barrier(i));
+          ptx::copy_box(stage(i) + at, map, 64 * b, 0, row + r, barrier(i));
+          if (acts()) ptx::copy_box(up() + at, map, 64 * b, T::M, row + r, barrier(i));
         }
   }
   DEVICE void wait(u32 i, u32 phase) const { ptx::barrier_wait(barrier(i), phase); }

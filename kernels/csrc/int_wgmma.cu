@@ -11,8 +11,8 @@
 // sums from the first unit to the last. Groups: at each group's end the sums are taken over into fp32, while other
 // warpgroups go on.
 //
-// Requires K % 64 = 0, N % 64 = 0, a tensor map of the codes with boxes of 128 bytes x TOKENS and 128-byte swizzle, y
-// rows 4-byte aligned; sm_90a. Tested by tests/gpu/test_int_gemm.py; lane arithmetic by tests/kernels/test_int_gemm.py.
+// Requires K % 64 = 0, N % 64 = 0, the maps of producer.cuh (codes: boxes of 128 bytes x TOKENS), y rows 4-byte aligned;
+// sm_90a. Tested by tests/gpu/test_int_gemm.py; lane arithmetic by tests/kernels/test_int_gemm.py.
 #include "int_epilogue.cuh"
 #include "int_exchange.cuh"
 #include "int_operand.cuh"
@@ -175,9 +175,11 @@ DEVICE void multiply(const IntProblem &p, int slot) {
 }
 
 extern "C" __global__ void __launch_bounds__(T::BLOCK_THREADS, BLOCKS)
-    ENTRY(const __grid_constant__ TensorMap x, const float *act_scales, const u8 *weight, const u8 *scales, const u8 *bias,
-          u8 *y, float *partials, u32 *flags, int m, int n, int k, int ldx, int ldy, int group_shift, int scales_bf16) {
-  const IntProblem p{{nullptr, weight, scales, nullptr, nullptr, y, partials, flags, m, n, k, ldx, ldy, group_shift,
+    ENTRY(const __grid_constant__ TensorMap x, const float *act_scales, const __grid_constant__ TensorMap weight,
+          const __grid_constant__ TensorMap scale_rows, const u8 *scales, const u8 *bias, u8 *y, float *partials,
+          u32 *flags, int m, int n, int k, int ldx, int ldy, int group_shift, int scales_bf16) {
+  const IntProblem p{{nullptr, nullptr, scales, nullptr, nullptr, y, partials, flags, m, n, k, ldx, ldy, group_shift,
                       scales_bf16 != 0}, act_scales, bias};
-  PRODUCE_AND_MULTIPLY(IntProducer<T>, p, x, BLOCKS)
+  const Maps maps{x, weight, scale_rows};
+  PRODUCE_AND_MULTIPLY(IntProducer<T>, p, maps, BLOCKS)
 }

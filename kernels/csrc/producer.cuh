@@ -83,59 +83,64 @@ template <class T, class WARP> struct RingFiller {
   }
 };
 
-// The warp that fills a ring. Each lane asks for one run of bytes of a unit: a row of tiles of the weight, a group's row
-// of scales or of zeros. What depends on the tile is worked out when the tile changes, because the warp competes for
-// issue slots with those that multiply: a unit costs it one address and the copies.
+// What the copy engine knows of the operands. Its boxes are written to shared memory 128 bytes a clock; runs of bytes
+// (`copy_bulk`) so much slower that products, which read operands there, would wait for weights to be written.
+struct Maps {
+  const TensorMap &x;       // boxes of 64 values x TOKENS
+  const TensorMap &weight;  // boxes of a unit's tiles: (K / 16, N / 64) runs of CHUNK_BYTES
+  const TensorMap &scales;  // boxes of a unit's groups: (groups, N / 64) runs of 128 bytes
+};
+
+// The warp that fills a ring: one lane asks for a unit's boxes, others for a group's row of zeros each. What depends on
+// the tile is worked out when the tile changes, because the warp competes for issue slots with those that multiply. The
+// last tile may reach past N, the last unit past K: what lies there arrives as zeros and counts.
 template <class T> struct Producer : RingFiller<T, Producer<T>> {
-  static constexpr int SCALES_LANE = T::UNIT_TILES, ZEROS_LANE = SCALES_LANE + T::CHECKS;
+  static constexpr int ZEROS_LANE = 8;  // and the following: those before ask for boxes
   static_assert(ZEROS_LANE + T::CHECKS <= 32, "a lane for every run of bytes");
 
   const Problem &p;
-  const TensorMap &map;
-  const int lane, groups;  // groups of a unit: at least one
-  const bool weight, asks;
-  const u8 *from = nullptr;      // this lane's run in row 0 of its matrix
-  u32 to, bytes = 0, pitch;      // where in a stage; how many; from row to row
-  u32 expected = 0;              // bytes of a whole unit
-  int token0 = 0, tile = -1;
+  const Maps &maps;
+  const int lane, groups;        // groups of a unit: at least one
+  const u8 *zeros_from = nullptr;  // the tile's in row 0
+  u32 zeros_bytes = 0;           // of a row
+  int chunk0 = 0, token0 = 0, tile = -1;
 
-  DEVICE Producer(const Problem &problem, const TensorMap &map_, int lane_)
-      : p(problem), map(map_), lane(lane_), groups(max(1, T::UNIT_K >> problem.group_shift)),
-        weight(lane_ < SCALES_LANE),
-        asks(weight || lane_ - SCALES_LANE < groups || (T::ZEROS && lane_ >= ZEROS_LANE && lane_ - ZEROS_LANE < groups)) {
-    to = weight ? T::W_AT + lane * T::CHUNKS * T::CHUNK_BYTES
-                : lane < ZEROS_LANE ? T::SCALES_AT + (lane - SCALES_LANE) * T::SCALE_ROW_BYTES
-                                    : T::ZEROS_AT + (lane - ZEROS_LANE) * T::ZERO_ROW_BYTES;
-    pitch = p.n / CHUNK_N * chunk_bytes();
-  }
-  DEVICE u32 chunk_bytes() const { return weight ? T::CHUNK_BYTES : lane < ZEROS_LANE ? 128 : 8 * T::BITS; }
+  DEVICE Producer(const Problem &problem, const Maps &maps_, int lane_)
+      : p(problem), maps(maps_), lane(lane_), groups(max(1, T::UNIT_K >> problem.group_shift)) {}
 
-  // The last tile may reach past N: what lies there is not brought, and what is made of the bytes found instead is
-  // not stored.
   DEVICE void seek(int to_tile) {
     if (to_tile == tile) return;
     tile = to_tile;
     const Place place = Grid<T>::place(p, Segment{tile, 0, 0, 0});
-    const int chunk0 = place.column_tile * T::CHUNKS;
-    const u32 valid = min(T::CHUNKS, p.n / CHUNK_N - chunk0);
+    chunk0 = place.column_tile * T::CHUNKS;
     token0 = place.token0;
-    from = (weight ? p.weight : lane < ZEROS_LANE ? p.scales : p.zeros) + static_cast<u64>(chunk0) * chunk_bytes();
-    bytes = valid * chunk_bytes();
-    expected = valid * (T::UNIT_TILES * T::CHUNK_BYTES + groups * (128 + (T::ZEROS ? 8 * T::BITS : 0))) + T::X_BYTES;
+    if constexpr (T::ZEROS) {
+      zeros_from = p.zeros + chunk0 * 8 * T::BITS;
+      zeros_bytes = min(T::CHUNKS, p.n / CHUNK_N - chunk0) * 8 * T::BITS;
+    }
   }
 
   // Says how many bytes will come and asks for all but the activations.
   DEVICE void weights(u32 stage, u32 full, int unit) const {
-    if (lane == 0) ptx::barrier_arrive_expect(full, expected);
-    __syncwarp();
     const int group0 = (unit * T::UNIT_K) >> p.group_shift;
-    const int row = weight ? unit * T::UNIT_TILES + lane : group0 + (lane < ZEROS_LANE ? lane - SCALES_LANE : lane - ZEROS_LANE);
-    if (asks) ptx::copy_bulk(stage + to, from + static_cast<u64>(row) * pitch, bytes, full);
+    if (lane == 0) {
+      ptx::barrier_arrive_expect(full, T::X_BYTES + T::W_BYTES + groups * (T::SCALE_ROW_BYTES + zeros_bytes));
+      ptx::copy_box(stage + T::W_AT, &maps.weight, 0, chunk0, unit * T::UNIT_TILES, full);
+      ptx::copy_box(stage + T::SCALES_AT, &maps.scales, 0, chunk0, group0, full);
+    }
+    if constexpr (T::ZEROS) {
+      __syncwarp();
+      const int group = lane - ZEROS_LANE;
+      if (group >= 0 && group < groups) {
+        const u64 row = static_cast<u64>(group0 + group) * (p.n / CHUNK_N * 8 * T::BITS);
+        ptx::copy_bulk(stage + T::ZEROS_AT + group * T::ZERO_ROW_BYTES, zeros_from + row, zeros_bytes, full);
+      }
+    }
   }
 
   DEVICE void activations(u32 stage, u32 full, int unit) const {
     if (lane < T::HALVES)
-      ptx::copy_box(stage + lane * T::TOKENS * X_ROW_BYTES, &map, unit * T::UNIT_K + lane * 64, token0, full);
+      ptx::copy_box(stage + lane * T::TOKENS * X_ROW_BYTES, &maps.x, unit * T::UNIT_K + lane * 64, token0, full);
   }
 };
 
@@ -149,12 +154,13 @@ template <class T, int RESIDENT> DEVICE constexpr int multiplier_registers() {
 
 // The body of an entry: for each slot a WARP of its own fills the ring, the other warps `multiply`. A macro, because
 // the compiler orders the same lines otherwise when they are those of an inlined function.
-#define PRODUCE_AND_MULTIPLY(WARP, PROBLEM, MAP, RESIDENT)                                                             \
+#define PRODUCE_AND_MULTIPLY(WARP, PROBLEM, MAPS, RESIDENT)                                                            \
   const int warp = threadIdx.x / 32;                                                                                   \
   const bool producer = warp >= T::SLOTS * T::WARPS;                                                                   \
   const int slot = producer ? warp - T::SLOTS * T::WARPS : warp / T::WARPS;                                            \
   if (producer && slot < T::SLOTS && threadIdx.x % 32 == 0) {                                                          \
-    ptx::prefetch_map(&MAP);                                                                                           \
+    ptx::prefetch_map(&MAPS.x);                                                                                        \
+    ptx::prefetch_map(&MAPS.weight);                                                                                   \
     Ring<T>(ptx::shared_address(shared), slot).init();                                                                 \
     ptx::barrier_init_fence();                                                                                         \
   }                                                                                                                    \
@@ -163,7 +169,7 @@ template <class T, int RESIDENT> DEVICE constexpr int multiplier_registers() {
   if (producer) {                                                                                                      \
     ptx::fewer_registers<T::PRODUCER_REGISTERS>();                                                                       \
     if (slot < T::SLOTS)                                                                                               \
-      WARP(PROBLEM, MAP, static_cast<int>(threadIdx.x % 32)).run(Ring<T>(ptx::shared_address(shared), slot), slot);    \
+      WARP(PROBLEM, MAPS, static_cast<int>(threadIdx.x % 32)).run(Ring<T>(ptx::shared_address(shared), slot), slot);   \
   } else {                                                                                                             \
     ptx::more_registers<multiplier_registers<T, RESIDENT>()>();                                                        \
     multiply(PROBLEM, slot);                                                                                           \

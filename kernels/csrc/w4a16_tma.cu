@@ -6,7 +6,7 @@
 // to be full and goes on, so that one unpacks while the other's products run. With two warpgroups, two words a lane
 // and 128 tokens the loop alone keeps the tensor cores busy at every clock; below 128 tokens unpacking is the limit.
 //
-// Requires what w4a16_sm80.cu requires, and a tensor map of x with boxes of 64 x TOKENS and 128-byte swizzle; sm_90a.
+// Requires what w4a16_sm80.cu requires, and the maps of producer.cuh; sm_90a.
 // Tested by tests/gpu/test_w4a16.py.
 #include "producer.cuh"
 #include "scatter.cuh"
@@ -66,9 +66,11 @@ DEVICE void multiply(const Problem &p, int slot) {
 }
 
 extern "C" __global__ void __launch_bounds__(T::BLOCK_THREADS, BLOCKS)
-    ENTRY(const __grid_constant__ TensorMap x, const u8 *weight, const u8 *scales, const u8 *zeros, const u8 *bias, u8 *y,
-          float *partials, u32 *flags, int m, int n, int k, int ldx, int ldy, int group_shift, int scales_bf16) {
-  const Problem p{nullptr, weight, scales, zeros, bias, y, partials, flags, m, n, k, ldx, ldy, group_shift,
+    ENTRY(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+          const __grid_constant__ TensorMap scales, const u8 *zeros, const u8 *bias, u8 *y, float *partials,
+          u32 *flags, int m, int n, int k, int ldx, int ldy, int group_shift, int scales_bf16) {
+  const Problem p{nullptr, nullptr, nullptr, zeros, bias, y, partials, flags, m, n, k, ldx, ldy, group_shift,
                   scales_bf16 != 0};
-  PRODUCE_AND_MULTIPLY(Producer<T>, p, x, BLOCKS)
+  const Maps maps{x, weight, scales};
+  PRODUCE_AND_MULTIPLY(Producer<T>, p, maps, BLOCKS)
 }

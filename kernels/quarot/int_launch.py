@@ -55,7 +55,7 @@ def _gemm(card: launch.Device, product: Product, out: "Tensor", chosen: tiles.La
         int_tiles.shared_bytes(tile, order, steps != 0),
         product,
         out,
-        _codes(card, codes, tile),
+        _operands(card, product, tile, steps),
         before=(arguments.pointer(product.bias),),
         after=(arguments.int32(_row(codes)), arguments.int32(out.stride(0) if m > 1 else n)),
     )
@@ -68,15 +68,15 @@ def start(
     shared: int,
     product: Product | GroupedProduct,
     out: "Tensor",
-    codes: Any,
+    operands: tuple[Any, ...],
     *,
     before: tuple[Any, ...],
     after: tuple[Any, ...],
 ) -> None:
     """Start the kernel ``name`` with the arguments that products of one weight and of many share.
 
-    codes   as the kernel takes them
-    before  arguments in front of the output; ``after``: behind its sizes
+    operands  codes, their scales, weight and its scales as the kernel takes them
+    before    arguments in front of the output; ``after``: behind its sizes
     """
     stream = arguments.current_stream(card.index)
     space, packed = card.workspace(stream), product.packed
@@ -87,10 +87,7 @@ def start(
         choice.tile.threads,
         shared,
         stream,
-        codes,
-        product.act_scales.data_ptr(),
-        product.weight.data_ptr(),
-        product.scales.data_ptr(),
+        *operands,
         *before,
         out.data_ptr(),
         space.sums,
@@ -109,12 +106,27 @@ def _row(codes: "Tensor") -> int:
     return codes.stride(0) if codes.shape[0] > 1 else codes.shape[1]
 
 
-def _codes(card: launch.Device, codes: "Tensor", tile: tiles.Tile) -> Any:
-    """Return the activations as the kernel takes them: a map of pairs of bytes, or their address."""
+def addresses(product: Product | GroupedProduct) -> tuple[int, ...]:
+    """Return codes, their scales, weight and its scales by their addresses."""
+    return tuple(t.data_ptr() for t in (product.codes, product.act_scales, product.weight, product.scales))
+
+
+def _operands(card: launch.Device, product: Product, tile: tiles.Tile, steps: int) -> tuple[Any, ...]:
+    """Return the operands as the kernel takes them: maps and, beside them, scales; or addresses."""
+    codes, act_scales, weight, scales = addresses(product)
     if not tile.producer:
-        return codes.data_ptr()
-    rows, width = codes.shape
-    return tensor_maps.boxes(card, codes.data_ptr(), rows, width // 2, _row(codes) // 2, tile.tokens)
+        return codes, act_scales, weight, scales
+    (m, width), (groups, n) = product.codes.shape, product.scales.shape
+    unit = int_tiles.unit_k(tile, product.order)
+    of_unit = unit // product.group_size if steps else 1
+    pairs, row = width // 2, _row(product.codes) // 2  # of bytes
+    return (
+        tensor_maps.boxes(card, codes, m, pairs, row, tile.tokens),
+        act_scales,
+        tensor_maps.weights(card, weight, product.k, n, product.bits, unit // 16, tile.columns),
+        tensor_maps.scale_rows(card, scales, groups, n, of_unit, tile.columns),
+        scales,
+    )
 
 
 def no_kernel(card: launch.Device, order: int) -> UsageError:

@@ -35,7 +35,7 @@ def _gemm(card: launch.Device, product: GroupedProduct, out: "Tensor", chosen: t
         int_moe_tiles.shared_bytes(choice.tile, experts, order, steps != 0),
         product,
         out,
-        product.codes.data_ptr(),
+        int_launch.addresses(product),
         before=(product.rows.data_ptr(), product.offsets.data_ptr()),
         after=(arguments.row_stride(product.codes), arguments.int32(experts)),
     )
