@@ -228,7 +228,7 @@ def _finish(model: PreTrainedModel, artifact: Artifact) -> None:
     model.config.name_or_path = str(artifact.folder)
     if (artifact.folder / "generation_config.json").is_file():
         model.generation_config = _generation_config(artifact)
-    quantizer.settle(model)
+    quantizer.settle(model, artifact)
     model.eval()
 
 

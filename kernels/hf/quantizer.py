@@ -24,8 +24,8 @@ from w4pack.convert.core.scheme import WIDE
 from w4pack.convert.dialects import w4pack as dialect
 from w4pack.convert.errors import Refused, UsageError
 from w4pack.kernels import devices, hashes, launch
-from w4pack.kernels.artifact import open_artifact
-from w4pack.kernels.hf import asking, dtypes, joins, kv_attention, online, skeleton, wiring
+from w4pack.kernels.artifact import Artifact, open_artifact
+from w4pack.kernels.hf import asking, dtypes, joins, kv_attention, online, skeleton, tables, wiring
 from w4pack.kernels.hf.asking import SETTINGS
 
 METHOD = "w4pack"
@@ -125,7 +125,7 @@ class W4PackQuantizer(HfQuantizer):
         joins.join(self.skeleton, self.joins)
         if self.running is not None:
             wiring.wire(self.skeleton, self.running)
-        settle(model)
+        settle(model, self.skeleton.artifact)
         del self.skeleton, self.joins, self.running, self.dtypes, self.asked
         return model
 
@@ -164,8 +164,9 @@ class W4PackQuantizer(HfQuantizer):
         return not getattr(self.quantization_config, "online", None)
 
 
-def settle(model: PreTrainedModel) -> None:
+def settle(model: PreTrainedModel, artifact: Artifact) -> None:
     """Do to a model that is loaded what both ways into transformers owe it."""
+    tables.tell(model, artifact)
     skeleton.mark_filled(model)
     model.push_to_hub = _refuse_push  # the class's own makes a repository before it asks what is saved
 

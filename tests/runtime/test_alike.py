@@ -6,7 +6,7 @@ import copy
 import json
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,9 +45,56 @@ def test_tables_that_models_compute_are_left_aside(way: str, owner: str, table: 
     before = w4pack.load(folder)
     frequencies, logits = before.model.rotary_emb.inv_freq, models.logits(before)
     added(folder, **{f"{owner}.{table}": torch.ones(frequencies.shape, dtype=torch.bfloat16)})
-    model = WAYS[way](folder)
+    with told():
+        model = WAYS[way](folder)
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert torch.equal(models.logits(model), logits)
+
+
+def rotary(dtype: torch.dtype, theta: float, rows: int = 300) -> dict[str, torch.Tensor]:
+    """The tables of heads of 16 as old models kept them, in one precision."""
+    frequencies = torch.tensor([theta ** (-2 * i / 16) for i in range(8)], dtype=torch.float64)
+    angles = torch.outer(torch.arange(rows, dtype=torch.float64), frequencies)
+    angles = torch.cat([angles, angles], -1)[None, None]
+    tables = {"inv_freq": frequencies, "cos_cached": angles.cos(), "sin_cached": angles.sin()}
+    owner = "model.layers.0.self_attn.rotary_emb"
+    return {f"{owner}.{name}": table.to(dtype) for name, table in tables.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@way
+def test_a_table_that_the_model_computes_too_is_left_aside_in_silence(
+    way: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = converted(NAME, tmp_path)
+    added(folder, **rotary(dtype, 10000.0))
+    with told() as texts:
+        WAYS[way](folder)
+    assert [text for text in texts if "computed-table" in text] == []
+
+
+OTHER_TABLES: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
+    "theta": lambda tables: rotary(torch.float32, 11000.0),
+    "size": lambda tables: {name: table[..., :4].contiguous() for name, table in tables.items()},
+    "dtype": lambda tables: {name: table.int() for name, table in tables.items()},
+    "nan": lambda tables: {name: table * torch.nan for name, table in tables.items()},
+    "empty": lambda tables: {name: table[..., :0].contiguous() for name, table in tables.items()},
+    "one value": lambda tables: {name: table.reshape(-1)[0] for name, table in tables.items()},
+}
+
+
+@pytest.mark.parametrize("case", OTHER_TABLES)
+@way
+def test_a_table_that_the_model_does_not_compute_is_told(way: str, case: str, tmp_path: Path) -> None:
+    folder = converted(NAME, tmp_path)
+    logits = models.logits(w4pack.load(folder))
+    tables = OTHER_TABLES[case](rotary(torch.float32, 10000.0))
+    added(folder, **tables)
+    with told() as texts:
+        model = WAYS[way](folder)
+    (text,) = [text for text in texts if "computed-table" in text]
+    assert all(name in text for name in tables) and "which is left aside" in text
     assert torch.equal(models.logits(model), logits)
 
 
