@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from w4pack.convert.rotate.constructions import matrix
-from w4pack.kernels import arguments, launch
+from w4pack.kernels import arguments, launch, tensor_maps
 from w4pack.kernels.checks import require
 from w4pack.kernels.quarot import kv_layout, kv_tiles
 from w4pack.kernels.quarot.calls import Append, Attention
-from w4pack.kernels.quarot.transform import Transform
+from w4pack.kernels.quarot.transform import Transform, outside_capture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +37,7 @@ def _factors(transform: str) -> tuple[np.ndarray, int]:
 @cache
 def _signs(transform: str, index: int) -> torch.Tensor:
     """Return the signs of the dense factor on a card, a bit each, rows of whole words; kept for good."""
+    outside_capture(transform)
     dense, _ = _factors(transform)
     padded = np.zeros((dense.shape[0], -(-dense.shape[1] // 32) * 32), np.uint8)
     padded[:, : dense.shape[1]] = dense < 0
@@ -48,10 +49,8 @@ def _turn(transform: str, head_dim: int, index: int) -> tuple[Argument, ...]:
     """Return the kernels' arguments for R3: table of signs, its order, log2 of the rest, block, scale."""
     dense, log_r = _factors(transform)
     m, found = dense.shape[0], Transform.of(transform)
-    power = head_dim & (head_dim - 1) == 0
-    expected = "Sylvester's matrix" if power else "at most 1024 signs before the power of two"
-    fits = m == 1 if power else m * m <= head_dim * head_dim
-    require(fits, "the transform has no kernel", "transform", expected, transform)
+    if head_dim & (head_dim - 1) == 0:  # butterflies alone
+        require(m == 1, "the transform has no kernel", "transform", "Sylvester's matrix", transform)
     pointer = _signs(transform, index).data_ptr() if m > 1 else 0
     return (pointer, _int(m), _int(log_r), _int(found.block), _float(found.scale))
 
@@ -221,6 +220,7 @@ def _prefill_unpacked(call: _Attention) -> None:
     items = group * -(-tokens // kv_tiles.flash_queries(size))  # of one sequence and KV head
     tiles, pair_bytes = kv_tiles.flash_tiles(size, call.slots)
     at_once = kv_tiles.pairs_at_once(every, pair_bytes, items, card.multiprocessors)
+    tile_rows = pair_bytes // (2 * tiles) // 1024
     unpacked = torch.empty(at_once * pair_bytes, dtype=torch.uint8, device=q.device)
     for first in range(0, every, at_once):
         pairs = min(at_once, every - first)
@@ -247,7 +247,9 @@ def _prefill_unpacked(call: _Attention) -> None:
             kv_tiles.flash_shared(size),
             call.stream,
             q.data_ptr(),
-            unpacked.data_ptr(),
+            tensor_maps.runs(
+                card, unpacked.data_ptr(), (at_once * pair_bytes // 1024, 1), 1024, (tile_rows, 1)
+            ),
             *call.span,
             call.out.data_ptr(),
             *call.turn,

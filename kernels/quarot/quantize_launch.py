@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from w4pack.convert.errors import UsageError
 from w4pack.kernels import arguments, launch, tensor_maps
 from w4pack.kernels.quarot import flat_plan, quantize_plan, row_plan
 from w4pack.kernels.quarot.calls import Form
 from w4pack.kernels.quarot.quantize_checks import ACTIVATIONS
-from w4pack.kernels.quarot.transform import Transform
+from w4pack.kernels.quarot.transform import Transform, outside_capture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -252,7 +251,7 @@ def _fragments(
     transform: Transform, heads: int, size: int, index: int
 ) -> dict[tuple[quantize_plan.Tiled, str], "Tensor"]:
     """Return a transform's tables by form and dtype: of every form it takes, for few rows and for many."""
-    _outside_capture(transform)
+    outside_capture(transform.key)
     arch, room, where = launch.device(index).arch, _card(index)[0], torch.device("cuda", index)
     found: list[tuple[quantize_plan.Tiled, int] | None] = [quantize_plan.dense(transform, heads, size, room)]
     if arch == flat_plan.ARCH:
@@ -274,21 +273,10 @@ def _fragments_of(task: Task, form: quantize_plan.Tiled, index: int) -> int:
 
 @cache
 def _tables(transform: Transform, size: int, index: int) -> tuple["Tensor", "Tensor"]:
-    _outside_capture(transform)
+    outside_capture(transform.key)
     entries, words = (torch.from_numpy(table) for table in quantize_plan.any_tables(transform, size))
     where = torch.device("cuda", index)
     return entries.to(where), words.to(where)
-
-
-def _outside_capture(transform: Transform) -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise UsageError(
-            "a transform is met for the first time while a graph is captured",
-            code="operator-argument",
-            where="transform",
-            found=transform.key,
-            hint="call the operator once, or quantize_launch.prepare, before the capture",
-        )
 
 
 def prepare(transform: Transform, heads: int, size: int, index: int) -> None:

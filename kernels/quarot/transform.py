@@ -103,6 +103,24 @@ def _unknown(key: str, expected: str, found: str | None = None) -> UsageError:
     )
 
 
+def outside_capture(key: str) -> None:
+    """Check that no graph is captured while a transform's signs are brought to a card: its first use.
+
+    Raises:
+        UsageError: one is, and would not hold the copy.
+    """
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "a transform is met for the first time while a graph is captured",
+            code="operator-argument",
+            where="transform",
+            found=key,
+            hint="call the operator once before the capture",
+        )
+
+
 def apply(values: "Tensor", transform: Transform, axis: int = -1) -> "Tensor":
     """Return ``values`` with each vector along ``axis`` transformed, in their own dtype (take float32).
 

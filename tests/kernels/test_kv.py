@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from w4pack.convert.errors import UsageError  # noqa: E402
-from w4pack.kernels.quarot import calls, kv, kv_checks, kv_layout, kv_reference  # noqa: E402
+from w4pack.kernels.quarot import calls, kv, kv_checks, kv_launch, kv_layout, kv_reference  # noqa: E402
 from w4pack.kernels.quarot.transform import Transform, apply  # noqa: E402
 
 
@@ -290,6 +290,13 @@ def test_pages_that_start_off_sixteen_bytes_are_refused_for_a_card(name: str) ->
             continue
         with pytest.raises(UsageError, match=f"{name} starts at an odd address"):
             kv_checks.attention(arguments)
+
+
+def test_signs_met_first_inside_a_capture_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UsageError, match="the first time while a graph is captured") as error:
+        kv_launch._signs(Transform.planned(80).key, 0)
+    assert error.value.found == "80:20-paley1,4-sylvester"
 
 
 def test_unsupported_head_sizes_name_the_set() -> None:
