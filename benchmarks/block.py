@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
 
 import w4pack
 from w4pack.convert.rotate.rotation import make_rotation
+from w4pack.kernels.bench.timing import recorded
 
 SIZES = {"hidden": 4096, "inner": 14336, "kv": 1024}
 TINY = {"hidden": 512, "inner": 1024, "kv": 128}
@@ -116,16 +117,7 @@ def cache_name(model: Any) -> str:
 
 def timed(run: Callable[[], object]) -> float:
     """Return the median of replays of a captured call, in milliseconds."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
+    graph, times = recorded(run), []
     for _ in range(REPLAYS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -133,7 +125,6 @@ def timed(run: Callable[[], object]) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    del graph
     return statistics.median(times)
 
 

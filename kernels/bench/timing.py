@@ -55,10 +55,11 @@ class Candidate:
         rounds = max(1, math.ceil(min(float(MOST_LAUNCHES), wanted_us / each) / self.sets))
         whole = self.sets * each < LONG_ROUND
         self.launches = rounds * self.sets if whole else max(1, int(wanted_us / each))
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=side):
-            for i in range(self.launches):
-                self.run(i % self.sets)
+        self._graph = recorded(self._launch, self.device, warm_ups=0)
+
+    def _launch(self) -> None:
+        for i in range(self.launches):
+            self.run(i % self.sets)
 
     def sample(self) -> None:
         """Take one time, microseconds a launch."""
@@ -110,6 +111,21 @@ def race(
         for candidate in random.Random(turn).sample(live, len(live)):
             candidate.sample()
     return {candidate.name: candidate.median for candidate in live}
+
+
+def recorded(
+    run: Callable[[], object], device: str | torch.device = "cuda", *, warm_ups: int = 2
+) -> torch.cuda.CUDAGraph:
+    """Return a graph of a call, which is run before: what is made once is not in the graph."""
+    side = _side_stream(torch.device(device))
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(warm_ups):
+            run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        run()
+    return graph
 
 
 def rotation(size: int) -> int:

@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from gpu.graphs import captured  # noqa: E402
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels.quarot import orders_int, quantize_reference  # noqa: E402
 from w4pack.kernels.quarot.transform import Transform  # noqa: E402
@@ -454,9 +455,7 @@ def test_one_call_prepares_every_number_of_rows() -> None:
 def check_captured(x: torch.Tensor, transform: Transform, eager: Found) -> None:
     from w4pack.kernels.quarot import quantize_ops as ops
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ops.act_quantize(x, "none", transform.key, 4, 0.9, 1, 14336)
+    graph, out = captured(lambda: ops.act_quantize(x, "none", transform.key, 4, 0.9, 1, 14336), warm_ups=0)
     poison()
     graph.replay()
     assert torch.equal(out[0], eager[0]) and torch.equal(out[1], eager[1])

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gpu import cases  # noqa: E402
+from gpu.graphs import captured  # noqa: E402
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels import tiles  # noqa: E402
 from w4pack.kernels.quarot import int_ops, int_tiles, orders_int  # noqa: E402, F401
@@ -185,10 +186,7 @@ def test_products_are_the_same_under_a_graph_and_from_run_to_run() -> None:
         assert torch.equal(_run(case), first)
     codes = orders_int.arrange(case.codes, case.order)
     arguments = (codes, case.act_scales, case.weight, case.scales, None, 4, 8, 128, case.order, 4096)
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.graph(graph, stream=side):
-        y = torch.ops.w4pack.int_gemm(*arguments, torch.float16)
+    graph, y = captured(lambda: torch.ops.w4pack.int_gemm(*arguments, torch.float16))
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(y, first)

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 import packed  # noqa: E402
 from gpu import cases  # noqa: E402
+from gpu.graphs import captured  # noqa: E402
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels import launch, moe_tiles, tiles  # noqa: E402
 from w4pack.kernels.experts import PackedExperts, StackedLinear  # noqa: E402
@@ -115,11 +116,7 @@ def test_a_layer_of_experts_is_captured() -> None:
     layer = QuantizedExperts(made, PlainFront(8, 1.0, ""), PlainFront(4, 0.9, ""), gated=False).cuda()
     x, weights = torch.randn(5, 128, generator=g).half().cuda(), torch.rand(5, 2, generator=g).cuda()
     chosen = torch.zeros(5, 2, dtype=torch.int64, device="cuda")
-    layer(x, chosen, weights)
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.graph(graph, stream=side):
-        y = layer(x, chosen, weights)
+    graph, y = captured(lambda: layer(x, chosen, weights))
     for _ in range(3):
         chosen.copy_(torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(5)]))
         graph.replay()
@@ -129,11 +126,7 @@ def test_a_layer_of_experts_is_captured() -> None:
 
 def test_a_graph_takes_another_routing_at_its_replay() -> None:
     given = list(make("s8w4", 8, (0, 70, 0, 1, 200, 17, 0, 0), 320, 192, -1, torch.float16))
-    int_moe_ops.int_moe_gemm(*given)
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.graph(graph, stream=side):
-        y = int_moe_ops.int_moe_gemm(*given)
+    graph, y = captured(lambda: int_moe_ops.int_moe_gemm(*given))
     for counts in ((36,) * 8, (288, 0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0, 0, 5)):
         given[4].copy_(given[4].flip(0))
         given[5].copy_(torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32))

@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from gpu.graphs import captured  # noqa: E402
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels.quarot import kv, kv_layout, kv_reference, kv_tiles  # noqa: E402
 from w4pack.kernels.quarot.calls import Append, Attention  # noqa: E402
@@ -214,10 +215,12 @@ def test_equal_inputs_give_equal_bits_and_graphs_follow_the_lengths_on_the_card(
     k, v = cache.states(2, 1), cache.states(2, 1)
     again = [kv.kv_attention(*cache.arguments(q, lengths, None, 0, 0.0)) for _ in range(3)]
     assert all(torch.equal(again[0], other) for other in again)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step() -> torch.Tensor:
         cache.append(k, v, start)
-        out = kv.kv_attention(*cache.arguments(q, lengths, None, 0, 0.0))
+        return kv.kv_attention(*cache.arguments(q, lengths, None, 0, 0.0))
+
+    graph, out = captured(step)
     for a, b in ((2000, 100), (1, 2999), (64, 65)):
         start.copy_(_lengths(a - 1, b - 1))
         lengths.copy_(_lengths(a, b))

@@ -12,6 +12,7 @@ from click.testing import CliRunner  # noqa: E402
 
 import builders  # noqa: E402
 import w4pack  # noqa: E402
+from gpu.graphs import captured  # noqa: E402
 from runtime import models  # noqa: E402
 from w4pack import cli  # noqa: E402
 from w4pack.convert import convert  # noqa: E402
@@ -86,21 +87,13 @@ def test_a_captured_step_replays_bit_for_bit(name: str, tmp_path: Path) -> None:
         return logits
 
     with torch.no_grad():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        graph, found = captured(step)
         for seed in range(20):
             g = torch.Generator().manual_seed(seed)
             tokens.copy_(torch.randint(0, 256, (1, 4), generator=g))
             torch.empty(1 << 20, device="cuda").fill_(float("nan"))  # memory moves between replays
             graph.replay()
-            replayed = captured.clone()
+            replayed = found.clone()
             assert torch.equal(replayed, step()), seed
 
 

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gpu import cases  # noqa: E402
+from gpu.graphs import captured  # noqa: E402
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels import moe_tiles, reference, tiles  # noqa: E402
 
@@ -206,11 +207,7 @@ def test_a_graph_follows_the_routing() -> None:
     x = torch.randn(40, 768, device="cuda").half()
     rows, offsets = _routed((40, 0, 0, 0, 0), 40)
     arguments = (x, layer.weight, layer.scales, None, rows, offsets, 4, 128)
-    moe_ops.moe_gemm(*arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = moe_ops.moe_gemm(*arguments)
-        again = moe_ops.moe_gemm(*arguments)
+    graph, (out, again) = captured(lambda: [moe_ops.moe_gemm(*arguments) for _ in range(2)])
     for counts in ((40, 0, 0, 0, 0), (0, 1, 2, 3, 34), (8, 8, 8, 8, 8), (0, 0, 0, 0, 40), (1, 0, 0, 0, 3)):
         offsets.copy_(_offsets(counts))
         x.normal_()

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gpu import cases  # noqa: E402
+from gpu.graphs import captured  # noqa: E402
 from w4pack.convert.errors import UsageError  # noqa: E402
 from w4pack.kernels import reference  # noqa: E402
 
@@ -77,10 +78,7 @@ def test_a_graph_replays_what_eager_computes() -> None:
     for m in (1, 16, 64, 300):
         case = cases.make(m, 1024, 4096, seed=m, bias=True)
         eager = ops.gemm(*case.arguments)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = ops.gemm(*case.arguments)
-            again = ops.gemm(*case.arguments)
+        graph, (out, again) = captured(lambda given=case.arguments: [ops.gemm(*given) for _ in range(2)])
         for _ in range(50):
             case.x.normal_()
             wanted = ops.gemm(*case.arguments)

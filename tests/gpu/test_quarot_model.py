@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from transformers import StaticCache  # noqa: E402
 
 import w4pack  # noqa: E402
+from gpu.graphs import captured  # noqa: E402
 from runtime import quarot_models as models  # noqa: E402
 from runtime import quarot_reference as fake  # noqa: E402
 from runtime.quarot_calls import check_codes, check_product, record, relative  # noqa: E402
@@ -154,16 +155,8 @@ def test_decoding_is_captured_and_replayed(made: Callable[[str], Path]) -> None:
         with torch.no_grad():
             return model(token, use_cache=True, **{fake.CACHE: held}).logits
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        warm = prefilled()
-        for _ in range(2):
-            step(warm)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step(cache)
+    warm = prefilled()
+    graph, found = captured(lambda: step(cache), warm=lambda: step(warm))
     for number in range(5):
         token.fill_(10 + number)
         graph.replay()

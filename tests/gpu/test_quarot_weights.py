@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ pytest.importorskip("transformers")
 from transformers import StaticCache  # noqa: E402
 
 import w4pack  # noqa: E402
+from gpu.graphs import captured  # noqa: E402
 from runtime import quarot_models as models  # noqa: E402
 from runtime import quarot_reference as fake  # noqa: E402
 from w4pack.convert.source.online_places import GUIDE  # noqa: E402
@@ -26,20 +26,6 @@ pytestmark = [
 ]
 
 K = 4096
-
-
-def captured(run: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return a graph of a call, and what the call returned."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
-    return graph, found
 
 
 def values(seed: int) -> Any:
@@ -84,9 +70,7 @@ def test_a_capture_that_follows_a_change_at_once_is_right() -> None:
     norm = FusedNorm(torch.nn.Parameter(values(0).half(), requires_grad=False), 1e-6, plus_one=True).cuda()
     with torch.no_grad():
         norm.weight.copy_(values(1))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = norm.gain()
+    graph, found = captured(norm.gain, warm_ups=0)
     graph.replay()
     assert torch.equal(found, norm.weight.float() + 1)
 
@@ -107,8 +91,7 @@ def test_a_graph_reads_what_a_guide_has_become(tmp_path: Path) -> None:
 
     before, eager, cache, warm = (prefilled() for _ in range(4))
     step(before)
-    held = [warm, warm, cache]
-    graph, found = captured(lambda: step(held.pop(0)))
+    graph, found = captured(lambda: step(cache), warm=lambda: step(warm))
     changed = {n: t * 3 + 0.5 for n, t in model.state_dict().items() if n.endswith(GUIDE)}
     model.load_state_dict({**model.state_dict(), **changed})
     graph.replay()
