@@ -21,8 +21,18 @@ CUDA_CORE = ("running on a GPU", ("cuda-core",), "gpu")
 SPARE_WORKSPACES = 1  # made with the first one: a stream met during a graph capture cannot allocate
 # (26 MB each on 132 multiprocessors: loading may need 64 MiB beside the tensors; later ones are the driver's)
 _lock = threading.Lock()
+
 _devices: dict[int, "Device"] = {}
 _devices_lock = threading.Lock()
+
+
+class _Thread(threading.local):
+    """A thread, and whether a card's context is known to be its own."""
+
+    entered = False
+
+
+_thread = _Thread()
 
 
 class _Raw:
@@ -62,6 +72,15 @@ class Device:
     def programmatic(self) -> bool:
         """Whether kernels may start before the previous one has finished."""
         return self.arch != "sm_80" and self.arch != tiles.PTX_ARCH
+
+    def enter(self) -> None:
+        """Make the card's context that of this thread; the card is torch's current one.
+
+        Torch does so with its own first work in a thread, and takes a device for current before that. What
+        the driver is asked for needs the context at once.
+        """
+        self.core.set_current()
+        _thread.entered = True
 
     def kernel(self, entry: str, shared: int = 0) -> Any:
         """Return a kernel, loaded and told how much shared memory it will use."""
@@ -215,6 +234,7 @@ def _late_workspace(card: Device) -> Workspace:
     """
     from cuda.bindings import driver
 
+    card.enter()
     sums, flags = tiles.workspace_bytes(card.multiprocessors)
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = _driver(driver.cuThreadExchangeStreamCaptureMode(relaxed), card.index)
@@ -262,6 +282,8 @@ def start(
     *arguments: Any,
 ) -> None:
     """Launch a kernel on a raw stream handle; pointers and ints as ctypes or Python ints (64 bit)."""
+    if not _thread.entered:
+        card.enter()
     launch = _core_launch()
     launch(
         card.stream(handle),

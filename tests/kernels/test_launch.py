@@ -1,6 +1,7 @@
 """What can be known of launches without a card: a workspace made late, through a stand-in of the driver."""
 
 import sys
+import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +49,17 @@ def _install(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> launch.Device:
     monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", package)
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
-    return launch.Device(0, None, "sm_90a", 132)
+    return launch.Device(0, Core(driver.calls), "sm_90a", 132)
+
+
+class Core:
+    """Plays a card of cuda-core: remembers that its context was asked for."""
+
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self.calls = calls
+
+    def set_current(self) -> None:
+        self.calls.append(("context",))
 
 
 def test_a_late_workspace_is_the_drivers_and_zeroed_aside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +71,8 @@ def test_a_late_workspace_is_the_drivers_and_zeroed_aside(monkeypatch: pytest.Mo
     assert [c[1] for c in driver.calls if c[0] == "cuMemAlloc"] == [sums, 4 * flags]
     zeroed = next(c for c in driver.calls if c[0] == "cuMemsetD32Async")
     assert zeroed[1:4] == (made.flags, 0, flags) and zeroed[4] != 7
-    order = [c[0] for c in driver.calls]
+    first, *order = [c[0] for c in driver.calls]
+    assert first == "context"
     assert (
         order.index("cuMemsetD32Async") < order.index("cuStreamSynchronize") < order.index("cuStreamDestroy")
     )
@@ -86,6 +98,22 @@ def test_a_failing_driver_is_an_error_and_the_mode_is_put_back(
         card.workspace(7)
     assert driver.mode == 0
     assert 7 not in card.workspaces
+
+
+def test_a_thread_enters_the_card_before_its_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch takes a card for a new thread's current one before the driver does."""
+    calls: list[tuple[Any, ...]] = []
+    card = launch.Device(0, Core(calls), "sm_90a", 132, {("entry", 0): "kernel"}, {7: "stream"})
+    monkeypatch.setattr(launch, "_config", lambda *_: "config")
+    monkeypatch.setattr(launch, "_core_launch", lambda: lambda *given: calls.append(given))
+    for _ in range(2):
+        calls.clear()
+        thread = threading.Thread(
+            target=lambda: [launch.start(card, "entry", 1, 32, 0, 7, at) for at in range(2)]
+        )
+        thread.start()
+        thread.join()
+        assert calls == [("context",), *(("stream", "config", "kernel", at) for at in range(2))]
 
 
 def test_threads_that_meet_a_stream_at_once_get_one_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
