@@ -17,13 +17,18 @@ from w4pack.convert.planning.record import to_plain
 from w4pack.convert.source.detect import Source
 
 
-def finished_plan(out: Path, plan: Plan) -> dict[str, Any] | None:
-    """Return the manifest of OUT if OUT says that it is the published result of this plan, else None."""
+def published(out: Path) -> dict[str, Any] | None:
+    """Return the manifest of OUT if it is published and no run is at work on another, else None."""
     staging = Staging(out)
     if staging.out.exists() or not (staging.standing / manifest.NAME).is_file():
         return None
-    value = manifest.load(staging.standing)
-    return value if value.get("plan") == plan.digest else None
+    return manifest.load(staging.standing)
+
+
+def finished_plan(out: Path, plan: Plan) -> dict[str, Any] | None:
+    """Return the manifest of OUT if OUT says that it is the published result of this plan, else None."""
+    value = published(out)
+    return value if value is not None and value.get("plan") == plan.digest else None
 
 
 def refuse_other_source(out: Path, plan: Plan) -> None:
@@ -32,10 +37,9 @@ def refuse_other_source(out: Path, plan: Plan) -> None:
     Seen from names, sizes, headers, samples of values and the content of small files; see ``finished_before``
     for all values.
     """
-    staging = Staging(out)
-    if staging.out.exists() or not (staging.standing / manifest.NAME).is_file():
+    value = published(out)
+    if value is None:
         return
-    value = manifest.load(staging.standing)
     asked = (plan.version, plan.target, to_plain(plan.options), to_plain(plan.origin))
     source = value["source"]
     if (value["tool"].get("version"), value["target"], value["options"], source.get("origin")) != asked:

@@ -116,6 +116,31 @@ def _chosen(one: _Set) -> dict[str, Chosen]:
     return {n: Chosen(s, error / count, cheapest[n], most / count) for n, s in schemes.items()}
 
 
+def recorded(value: Mapping[str, Any], linears: Mapping[str, QuantScheme]) -> dict[str, Chosen] | None:
+    """Return what a manifest says was chosen, or None if it does not say so of these linears.
+
+    value    the manifest
+    linears  as ``choose`` takes them
+    """
+    try:
+        chosen = value["quantization"]["chosen"]
+        schemes = {layer["source"]: layer["scheme"] for layer in value["layers"].values()}
+        if chosen.keys() != linears.keys():
+            return None
+        return {name: _recorded(linear, schemes[name], chosen[name]) for name, linear in linears.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):  # of another form: another run's, or edited
+        return None
+
+
+def _recorded(linear: QuantScheme, label: str, entry: Mapping[str, Any]) -> Chosen:
+    """Return what ``Chosen.to_json`` wrote of a linear that got the scheme of a label."""
+    palette = [replace(linear, bits=bits, group_size=size) for bits, size in PALETTE]
+    known = {scheme.label(): scheme for scheme in (linear, *palette)}
+    return Chosen(
+        known[label], float(entry["error"]), known[entry["cheapest"]], float(entry["error_cheapest"])
+    )
+
+
 def told(chosen: Mapping[str, Chosen]) -> list[str]:
     """Return what was chosen and why, a line for each kind of linear and scheme."""
     kinds: dict[tuple[str, str], list[Chosen]] = {}

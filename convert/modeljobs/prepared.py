@@ -17,18 +17,25 @@ from w4pack.convert.files.provider import CheckpointProvider, Provider
 from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.files.sidefiles import TOKENIZERS, has_tokenizer
 from w4pack.convert.files.tensorfile import TensorInfo
+from w4pack.convert.jobs.complete import finished_plan, published
 from w4pack.convert.jobs.identity import folder_of, source_files
 from w4pack.convert.jobs.places import decided_before
 from w4pack.convert.jobs.running import Running, check_device
 from w4pack.convert.jobs.samejob import identity
 from w4pack.convert.modeljobs.complete import refuse_incomplete
 from w4pack.convert.modeljobs.decided import chosen_before
-from w4pack.convert.modeljobs.mixed import Chosen, choose
+from w4pack.convert.modeljobs.mixed import Chosen, choose, recorded
 from w4pack.convert.modeljobs.overlap import overlaps
 from w4pack.convert.planning.online import CLIPS_LATER, guides, model_of, records, runs_online
 from w4pack.convert.planning.options import ConvertOptions
-from w4pack.convert.planning.plan import SourceFile
-from w4pack.convert.planning.quantizing import ModelTensors, default_schemes, fixed_schemes, linears_of
+from w4pack.convert.planning.plan import Plan, SourceFile
+from w4pack.convert.planning.quantizing import (
+    ModelTensors,
+    default_schemes,
+    fixed_schemes,
+    linears_of,
+    plan_quantization,
+)
 from w4pack.convert.planning.targets import TARGETS
 from w4pack.convert.planning.unquantized import as_recorded, asked_of, unquantized
 from w4pack.convert.quantize.calibration import Calibration, calibrate, check_windows, too_long
@@ -174,13 +181,41 @@ def _chosen(
     """Choose a scheme for each linear that no rule gives bits to, unless the run that is resumed has."""
     free, fixed = default_schemes(prepared.model, options), fixed_schemes(prepared.model, options)
     if out is not None:
-        recorded = prepared.options
-        job = identity(recorded.to, recorded.chosen(), prepared.files, prepared.record())
+        own = prepared.options
+        job = identity(own.to, own.chosen(), prepared.files, prepared.record())
         found = chosen_before(decided_before(out, job, running), free)
+        if found is None and running.resume:
+            found = _chosen_and_done(prepared, free, out)
         if found is not None:
             running.reporter.event("note", text="--bpw: as the earlier run chose")
             return found
     return choose(free, prepared.provider, TARGETS[options.to], bpw, prepared.device, fixed)
+
+
+def _chosen_and_done(
+    prepared: Prepared, free: Mapping[str, QuantScheme], out: Path
+) -> dict[str, Chosen] | None:
+    """Return the schemes of an OUT that is complete: the plan that is made with them is the one of its own.
+
+    Where it is another source's, or of other options, the plan is another one too.
+    """
+    value = published(out)
+    found = None if value is None else recorded(value, free)
+    if found is None or finished_plan(out, plan_of(replace(prepared, chosen=found))[0]) is None:
+        return None
+    return found
+
+
+def plan_of(prepared: Prepared) -> tuple[Plan, tuple[Warning_, ...]]:
+    """Plan a quantization, wherever it goes; with what there is to say of the plan alone."""
+    return plan_quantization(
+        prepared.model,
+        prepared.options,
+        origin=prepared.origin,
+        files=prepared.files,
+        record=prepared.record(),
+        schemes=prepared.schemes,
+    )
 
 
 def _online(

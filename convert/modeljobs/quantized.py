@@ -17,12 +17,11 @@ from w4pack.convert.jobs.staged import run_staged
 from w4pack.convert.modeljobs.decided import keep_chosen, pass_gate
 from w4pack.convert.modeljobs.mixed import told
 from w4pack.convert.modeljobs.modelrun import FINISHED, say
-from w4pack.convert.modeljobs.prepared import Prepared
+from w4pack.convert.modeljobs.prepared import Prepared, plan_of
 from w4pack.convert.modeljobs.quantizerun import QuantizeRun
 from w4pack.convert.modeljobs.rest import CardMaker, write_rest
 from w4pack.convert.planning.output import facts_of
 from w4pack.convert.planning.plan import Plan
-from w4pack.convert.planning.quantizing import plan_quantization
 from w4pack.convert.quantize.team import Team
 from w4pack.convert.source.detect import Source
 
@@ -30,14 +29,7 @@ from w4pack.convert.source.detect import Source
 def planned(prepared: Prepared) -> tuple[Plan, tuple[Warning_, ...]]:
     """Plan a quantization, wherever it goes."""
     source = prepared.source
-    plan, more = plan_quantization(
-        prepared.model,
-        prepared.options,
-        origin=prepared.origin,
-        files=prepared.files,
-        record=prepared.record(),
-        schemes=prepared.schemes,
-    )
+    plan, more = plan_of(prepared)
     return plan, (*source.warnings, *prepared.warnings, *more)
 
 

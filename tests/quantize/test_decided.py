@@ -109,6 +109,51 @@ def test_a_run_that_ended_behind_its_decisions_keeps_them(
     assert not any("nothing to resume" in text for text in notes(resumed))
 
 
+def test_a_run_that_is_complete_is_found_so_without_deciding_again(
+    source: Path, tmp_path: Path, calls: Counter[str]
+) -> None:
+    whole = convert(source, tmp_path / "out", *RTN).expect(0)
+    before = tree(tmp_path / "out")
+    calls.clear()
+    planned = convert(source, tmp_path / "out", *RTN, "--resume", "--dry-run").expect(0)
+    again = convert(source, tmp_path / "out", *RTN, "--resume").expect(0)
+    assert not calls and again.events[-1]["resumed_complete"]
+    assert planned.plan["digest"] == again.plan["digest"] == whole.plan["digest"]
+    assert notes(again) >= {"--bpw: as the earlier run chose", *bits(whole)} and bits(again) == bits(whole)
+    assert tree(tmp_path / "out") == before
+
+
+def bits(done: Run) -> set[str]:
+    return {text for text in notes(done) if text.startswith("--bpw:") and "x " in text}
+
+
+@pytest.mark.parametrize("case", ["options", "source", "chosen", "layers", "form"])
+def test_schemes_of_another_run_are_not_taken_from_its_output(
+    case: str, source: Path, tmp_path: Path, calls: Counter[str]
+) -> None:
+    out, words = tmp_path / "out", list(RTN)
+    convert(source, out, *words).expect(0)
+    calls.clear()
+    if case == "options":
+        words[words.index("--bpw") + 1] = 6
+    elif case == "source":
+        source = shutil.copytree(source, tmp_path / "other")
+        change = json.loads((source / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
+        (source / "config.json").write_text(json.dumps(change))
+    else:
+        path = out / "w4pack.json"
+        value = json.loads(path.read_text())
+        if case == "chosen":
+            value["quantization"]["chosen"].popitem()
+        elif case == "form":
+            value["quantization"]["chosen"] = dict.fromkeys(value["quantization"]["chosen"], 5)
+        else:
+            next(iter(value["layers"].values()))["scheme"] = "4 bit g128 sym"
+        path.write_text(json.dumps(value))
+    convert(source, out, *words, "--resume")
+    assert calls["choose"] == 1
+
+
 def bent(line: str, change: Callable[[Any], Any]) -> str:
     """Change what a line tells, and give it the digest of what it tells then."""
     from w4pack.convert.jobs import journal
