@@ -103,7 +103,7 @@ def evaluate(
                 for warning in without_kernels(reference, None, None):
                     told.event("warning", **warning_fields(warning))
                 found = scoring.beside(own, path, reference, against, cut, target)
-        shared = scoring.overlap_of(checkpoint.store.read, checkpoint.store.files(), cut)
+        shared = scoring.overlap_of(checkpoint, cut)
     value = {"schema": SCHEMA, "path": str(path), **_text(Texts(str(text)).name, cut), **_figures(found[0])}
     value |= {"act_bits": between.act_bits, "kv_bits": between.kv_bits, "calibration_overlap": shared}
     value |= {"against": None if against is None else str(against), **_lost(found)}

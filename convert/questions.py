@@ -11,12 +11,12 @@ from w4pack.convert.events import Quiet, Reporter, warning_fields
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.opening import Where, glimpsed
+from w4pack.convert.source import written
 from w4pack.convert.source.describe import describe
 from w4pack.convert.source.detect import Source, read_source
 from w4pack.convert.source.facts import source_facts
 from w4pack.convert.source.online import records_of
 from w4pack.convert.source.reading import DetectOptions, Evidence
-from w4pack.convert.source.written import relabelled_in
 from w4pack.convert.source.zeros import AMBIGUOUS
 
 ENGINES = ("vllm", "sglang", "transformers", "w4pack")
@@ -32,7 +32,8 @@ def inspect(
     with glimpsed(path, where or Where(), reporter or Quiet(), thorough=thorough) as (checkpoint, label):
         source = _glimpse(checkpoint, thorough=thorough)
         value = describe(source_facts(source), label, records_of(source))
-    value["problems"] = [p.to_json() for p in source.problems]
+        problems = (*source.problems, *written.problems_of(source))
+    value["problems"] = [p.to_json() for p in problems]
     # Nobody knows what the numbers of an artifact mean whose block is not understood.
     broken = [p for p in source.problems if p.exit_code == EXIT_FAILED or p.code == "artifact-unknown"]
     if broken:
@@ -65,7 +66,9 @@ def check(
     _check_asked(engines, tp)
     with glimpsed(path, where or Where(), reporter or Quiet(), thorough=thorough) as (checkpoint, label):
         source = _glimpse(checkpoint, thorough=thorough)
-        unknown_kind = [p for p in source.problems if p.code not in JUDGED] or relabelled_in(source)
+        unknown_kind = [p for p in source.problems if p.code not in JUDGED]
+        if not unknown_kind and written.is_artifact(source):  # of other outputs engines do not ask it
+            unknown_kind = [*written.problems_of(source)]
         facts = source_facts(source)
     if unknown_kind:  # weights that are not understood cannot be judged: never "takes it"
         raise Refused.together(unknown_kind)

@@ -15,9 +15,10 @@ from w4pack.convert.dialects import Claims
 from w4pack.convert.dialects import w4pack as dialect
 from w4pack.convert.dialects.online import Online
 from w4pack.convert.dialects.online_reading import parse
+from w4pack.convert.dialects.recorded import changed
 from w4pack.convert.errors import Refused, SourceError, W4PackError, quantize_hint
 from w4pack.convert.files.checkpoint import CONFIG, QUANT_CONFIGS, Checkpoint, open_checkpoint
-from w4pack.convert.files.described import read_manifest, relabelled
+from w4pack.convert.files.described import COMPUTED, relabelled
 from w4pack.convert.files.jsonfile import read_object
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.store import Store
@@ -27,7 +28,6 @@ from w4pack.kernels.packed import compare, packed_modules, shown, spec_of, tenso
 from w4pack.kernels.spec import LinearSpec
 
 Expected = tuple[str | None, tuple[int, ...]]
-COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 STRICT_NOTICES = {
     "not-in-index": "the index does not name every tensor of its shards",
     "index-total-size": "the index gives another total size",
@@ -91,7 +91,8 @@ def open_artifact(path: str | os.PathLike[str], *, online: bool = False) -> Arti
 
     Raises SourceError for broken, missing or disagreeing files and tensors; Refused for a folder that is no
     artifact, and for one whose version, layout, keys or ``online`` records are not known here; VerifyError
-    for headers that are not those that were written. Several problems come as one error that lists them.
+    for headers and ``online`` records that are not those that were written. Several problems come as one
+    error that lists them.
     """
     with LocalStore(path) as store:
         quant, claims = read_config(store, online=online)
@@ -179,8 +180,10 @@ def _check(
             problems.append(spec)
     if not packed:
         problems.append(_no_artifact(checkpoint.label, "no packed layer in the files"))
-    manifest = None if problems else read_manifest(checkpoint.store)
-    problems += relabelled(tensors, manifest or {}, checkpoint.label)
+    manifest = None if problems else checkpoint.manifest()
+    if manifest is not None:
+        problems += relabelled(tensors, manifest, checkpoint.label)
+        problems += changed(parse(quant.get("online", [])), manifest, checkpoint.label)
     if problems:
         for problem in problems:
             if isinstance(problem, SourceError) and problem.hint is None:

@@ -3,19 +3,18 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
 
 from w4pack.convert.core.facts import Warning_
-from w4pack.convert.dialects.recorded import changed as changed_records
 from w4pack.convert.errors import Refused, SourceError, VerifyError
 from w4pack.convert.files import samples
 from w4pack.convert.files.checkpoint import CONFIG
-from w4pack.convert.files.described import MANIFEST, edited, missing, of_tensors
+from w4pack.convert.files.described import edited, missing, of_tensors, unmatched
 from w4pack.convert.files.exchanged import refuse_exchanged
 from w4pack.convert.files.local import LocalStore
+from w4pack.convert.files.manifestform import MANIFEST
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.kernels.artifact import Artifact
 from w4pack.kernels.workers import WeightFile
@@ -28,7 +27,7 @@ def check(artifact: Artifact, names: Iterable[str], threads: int | None = None) 
 
     threads  default: the cores
 
-    Raises SourceError if there is no manifest, or none that can be used.
+    Raises SourceError if there is no manifest.
     """
     wanted = _hashes(artifact)
     infos = sorted((artifact.tensors[name] for name in names), key=lambda info: (-info.nbytes, info.name))
@@ -49,17 +48,16 @@ def check_samples(artifact: Artifact) -> tuple[Warning_, ...]:
     """Raise VerifyError that names every tensor that has the bytes of another one of the same artifact.
 
     Returns warnings, for ``tell``, of tensors that have other bytes than they were written with, of a
-    config.json that was edited, and of a manifest that is not there.
+    config.json that was edited, of tensors that the manifest does not name or that it names alone, and of a
+    manifest that is not there.
 
-    ``online`` records are compared too: SourceError where they are lost, VerifyError where they were changed.
     Reads half a kilobyte of each tensor. Nothing is compared where the manifest is missing, or of a version
     of w4pack that wrote no samples.
     """
     manifest = artifact.manifest
     if manifest is None:
         return (missing(str(artifact.folder)),)
-    _refuse_changed_records(artifact, manifest)
-    written = of_tensors(str(artifact.folder), manifest, "sample", in_all=False)
+    written = of_tensors(manifest, "sample")
     infos = [info for name, info in artifact.tensors.items() if name in written]
     with ExitStack() as stack:
         opened = _opened(artifact, infos, stack)
@@ -69,19 +67,14 @@ def check_samples(artifact: Artifact) -> tuple[Warning_, ...]:
 
         changed = refuse_exchanged(infos, written, sample, str(artifact.folder))
     with LocalStore(artifact.folder) as store:
-        return (*edited(store, CONFIG, manifest), *changed)
+        told = edited(store, CONFIG, manifest)
+    return (*told, *unmatched(artifact.tensors, manifest, str(artifact.folder)), *changed)
 
 
 def tell(found: Iterable[Warning_]) -> None:
     """Give warnings as Python does, to whoever called the caller's caller."""
     for warning in found:
         warnings.warn(warning.text(), stacklevel=4)
-
-
-def _refuse_changed_records(artifact: Artifact, manifest: Mapping[str, Any]) -> None:
-    problems = list(changed_records(artifact.online, manifest, str(artifact.folder)))
-    if problems:
-        raise Refused.together(problems)
 
 
 def _opened(artifact: Artifact, infos: Iterable[TensorInfo], stack: ExitStack) -> dict[str, WeightFile]:
@@ -118,4 +111,4 @@ def _hashes(artifact: Artifact) -> dict[str, str]:
             code="no-manifest",
             where=str(artifact.folder / MANIFEST),
         )
-    return of_tensors(str(artifact.folder), artifact.manifest, "sha256", in_all=True)
+    return of_tensors(artifact.manifest, "sha256")

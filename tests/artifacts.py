@@ -71,8 +71,19 @@ def write_artifact(
     config = {"model_type": "llama", "quantization_config": quant or quant_block(specs)}
     (folder / "config.json").write_text(json.dumps(config))
     entries = {info.name: _entry(info, data[info.name]) for part in shards for info in part.tensors}
-    (folder / "w4pack.json").write_text(json.dumps({"schema": 1, "tensors": entries}))
+    (folder / "w4pack.json").write_text(json.dumps(manifest(folder, entries)))
     return data
+
+
+def manifest(folder: Path, entries: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the manifest of an artifact whose config.json is written."""
+    config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    value = {
+        "schema": 1, "tool": {"name": "w4pack", "version": "0", "format": 1}, "target": "marlin",
+        "options": {"to": "marlin"}, "lossless": True, "source": {}, "files": {"config.json": config},
+        "tensors": dict(entries), "layers": {},
+    }  # fmt: skip
+    return value | more
 
 
 def _entry(info: TensorInfo, data: bytes) -> dict[str, Any]:

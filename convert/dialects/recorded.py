@@ -13,9 +13,10 @@ from dataclasses import asdict
 from typing import Any
 
 from w4pack.convert.core.scheme import WIDE
-from w4pack.convert.dialects.online import ACT_SITES, Online
+from w4pack.convert.dialects.online import ACT_SITES, Hadamard, Online
 from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.errors import SourceError, VerifyError, W4PackError
+from w4pack.convert.files.manifestform import MANIFEST, damaged
 
 FINGERPRINT = "online"  # in the manifest's object ``quantization``
 
@@ -31,19 +32,22 @@ def fingerprint(records: Online) -> str:
 def changed(records: Online, manifest: Mapping[str, Any], folder: str) -> Iterator[W4PackError]:
     """Yield how records differ from what a manifest says was written; nothing where it does not tell.
 
-    manifest  its members that are known: ``options``, ``quantization``, ``rotation``
+    manifest  as ``manifestform.parse`` returns it, or empty
+
+    Raises SourceError for transforms in the manifest that are none.
     """
+    options = manifest.get("options", {})
+    asked = options.get("quantize") or {}
+    written = manifest.get("rotation", {}).get("online")
+    told = manifest.get("quantization", {}).get(FINGERPRINT)
     if not records:
-        if _ran_online(manifest.get("options")):
+        if written or told or _ran_online(options.get("rotate"), asked):
             yield _lost(folder)
         return
-    found = [
-        *_transforms(records, _object(manifest.get("rotation")).get("online")),
-        *_quantizers(records, _object(_object(manifest.get("options")).get("quantize"))),
-    ]
-    told = _object(manifest.get("quantization")).get(FINGERPRINT)
+    transforms = records.hadamard if written is None else _parsed(written, folder)
+    found = [*_transforms(records, transforms), *_quantizers(records, asked)]
     own = fingerprint(records)
-    if not found and isinstance(told, str) and told != own:
+    if not found and told is not None and told != own:
         found.append(("", f"records with the sha256 {told}", f"others, with {own}"))
     for site, expected, other in found:
         yield VerifyError(
@@ -59,12 +63,17 @@ def changed(records: Online, manifest: Mapping[str, Any], folder: str) -> Iterat
 Difference = tuple[str, str, str]  # site, what was written, what is there
 
 
-def _transforms(records: Online, told: Any) -> Iterator[Difference]:
-    """Yield the transforms that are not those of the rotation, ``told``."""
+def _parsed(told: Any, folder: str) -> tuple[Hadamard, ...]:
+    """Return the transforms of a manifest's rotation. Raises SourceError where they are none."""
     try:
-        written = parse(told).hadamard if isinstance(told, list) else records.hadamard
-    except W4PackError:  # a manifest that cannot be understood tells nothing
-        return
+        return parse(told).hadamard
+    except W4PackError as err:
+        expected = err.expected or "transforms as in config.json"
+        raise damaged(f"{folder}/{MANIFEST}", "rotation.online", expected, err.found or err.what) from err
+
+
+def _transforms(records: Online, written: tuple[Hadamard, ...]) -> Iterator[Difference]:
+    """Yield the transforms that are not those that were ``written``."""
     for record in written:
         if record not in records.hadamard:
             own = [h for h in records.hadamard if h.site == record.site and h not in written]
@@ -92,12 +101,9 @@ def _quantizers(records: Online, asked: Mapping[str, Any]) -> Iterator[Differenc
         yield "kv_quant", f"keys and values in {kv_bits} bit", found
 
 
-def _ran_online(options: Any) -> bool:
+def _ran_online(rotate: str | None, asked: Mapping[str, Any]) -> bool:
     """Tell whether the options of a conversion, as a manifest has them, ask for work between the layers."""
-    asked = _object(options)
-    own = _object(asked.get("quantize"))
-    bits = [own.get(name, WIDE) for name in ("act_bits", "kv_bits")]
-    return asked.get("rotate") == "full" or any(b != WIDE for b in bits)
+    return rotate == "full" or any(asked.get(name, WIDE) != WIDE for name in ("act_bits", "kv_bits"))
 
 
 def _lost(folder: str) -> SourceError:
@@ -106,11 +112,7 @@ def _lost(folder: str) -> SourceError:
         "config.json has lost what runs between the layers: these weights would compute another model",
         code="artifact-online",
         where=f"{folder}/config.json: quantization_config.online",
-        expected="the records, as the options in w4pack.json say",
+        expected="the records that w4pack.json tells of",
         found="none",
         hint=f"w4pack verify {folder}; take config.json as it was written",
     )
-
-
-def _object(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

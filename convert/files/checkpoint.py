@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from w4pack.convert.core.facts import Warning_
 from w4pack.convert.errors import SourceError, name_some
+from w4pack.convert.files.described import read_manifest
 from w4pack.convert.files.jsonfile import read_object, refuse_nonfinite
 from w4pack.convert.files.sidefiles import sort_files
 from w4pack.convert.files.store import Blob, Store, chunks
@@ -81,6 +82,7 @@ class Checkpoint:
     left_out: list[tuple[str, int, str]]
     notices: list[Warning_]
     headers: Mapping[str, TensorFile] = field(repr=False)
+    _manifest: list[Mapping[str, Any] | None] = field(default_factory=list, repr=False)  # once it was read
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -96,6 +98,15 @@ class Checkpoint:
     def label(self) -> str:
         """What messages call the source."""
         return self.store.label
+
+    def manifest(self) -> Mapping[str, Any] | None:
+        """Return what w4pack wrote of these tensors, None where it has not. Read when first asked for.
+
+        Raises SourceError for a manifest that is damaged, Refused for one of an unknown version.
+        """
+        if not self._manifest:
+            self._manifest.append(read_manifest(self.store))
+        return self._manifest[0]
 
     def read_into(self, info: TensorInfo, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with bytes of a tensor, from ``byte_offset`` of the tensor on. Thread-safe."""

@@ -1,46 +1,34 @@
-"""What the manifest of an output says of its tensors, for whoever is about to use them."""
+"""What the manifest of an output says of its tensors and settings, for whoever is about to use them."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from w4pack.convert.core.facts import Warning_
-from w4pack.convert.errors import SourceError, VerifyError
+from w4pack.convert.errors import VerifyError, name_some
+from w4pack.convert.files.jsonfile import parse_object
+from w4pack.convert.files.manifestform import LIMIT, MANIFEST, parse
 from w4pack.convert.files.store import Store
 from w4pack.convert.files.tensorfile import TensorInfo
 
-MANIFEST = "w4pack.json"
-HEAD_BYTES = 1 << 18  # what may name many layers lies before the large tables
-LIMIT = 512 << 20  # bytes; the manifest of a 70B model with folded orders has a few MB
+# Tables that models compute for themselves: old files hold some, and nobody reads them.
+COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+# Keys of config.json that no layer of a model and no loader reads, so their values change no number.
+IDLE = ("_name_or_path", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id")
+DIGITS = 16  # of the digest of a setting
 
 
 def read_manifest(store: Store) -> Mapping[str, Any] | None:
-    """Return the manifest of an output, None without one. Raises SourceError for one that is no object."""
+    """Return the manifest of an output, None without one. Raises as ``manifestform.parse``."""
     if MANIFEST not in store.files():
         return None
-    where = f"{store.label}/{MANIFEST}"
-    try:
-        found = json.loads(store.read(MANIFEST, LIMIT))
-    except (ValueError, RecursionError) as err:
-        raise _unreadable(where, err) from err
-    if not isinstance(found, dict):
-        raise _unreadable(where, TypeError("no object"))
-    return found
+    return parse(store.read(MANIFEST, LIMIT), f"{store.label}/{MANIFEST}")
 
 
-def of_tensors(folder: str, manifest: Mapping[str, Any], key: str, *, in_all: bool) -> dict[str, str]:
-    """Return tensor name -> what a manifest says of it.
-
-    in_all  of every tensor, or the manifest is incomplete
-
-    Raises SourceError for one that cannot be used.
-    """
-    try:
-        tensors = manifest["tensors"]
-        return {str(name): str(entry[key]) for name, entry in tensors.items() if in_all or key in entry}
-    except (KeyError, TypeError, AttributeError) as err:
-        raise _unreadable(f"{folder}/{MANIFEST}", err) from err
+def of_tensors(manifest: Mapping[str, Any], key: str) -> dict[str, str]:
+    """Return tensor name -> what a manifest says of it, as far as it does."""
+    return {name: entry[key] for name, entry in manifest.get("tensors", {}).items() if key in entry}
 
 
 def relabelled(
@@ -49,29 +37,21 @@ def relabelled(
     """Yield what says that a header gives a tensor another dtype or shape than it was written with.
 
     Bytes tell nothing of it: their hashes are right, and mean other numbers. Tensors that the manifest does
-    not know, or says nothing of, are left alone.
+    not know are left alone.
 
     tensors   name -> what the headers say
-    manifest  as ``read_manifest`` returns it
+    manifest  as ``read_manifest`` returns it, or empty
     folder    of the output, for messages
-
-    Raises SourceError for a manifest that cannot be used.
     """
-    try:
-        told = manifest.get("tensors", {}).items()
-        written = [(name, entry.get("dtype"), entry.get("shape")) for name, entry in told]
-    except AttributeError as err:
-        raise _unreadable(f"{folder}/{MANIFEST}", err) from err
-    for name, dtype, shape in written:
+    for name, entry in manifest.get("tensors", {}).items():
         info = tensors.get(name)
-        if info is None or (dtype in (None, info.dtype) and shape in (None, list(info.shape))):
+        if info is None or (entry["dtype"], entry["shape"]) == (info.dtype, list(info.shape)):
             continue
-        wanted = f"{dtype or info.dtype} {list(info.shape) if shape is None else shape}"
         yield VerifyError(
             "a tensor has another dtype or shape than it was written with",
             code="tensor-relabelled",
             where=f"{info.file}, {name}",
-            expected=f"{wanted}, as {MANIFEST} says",
+            expected=f"{entry['dtype']} {entry['shape']}, as {MANIFEST} says",
             found=f"{info.dtype} {list(info.shape)}",
             hint=f"w4pack verify {folder}; take the file as it was written",
         )
@@ -88,50 +68,56 @@ def missing(folder: str) -> Warning_:
     )
 
 
+def unmatched(tensors: Collection[str], manifest: Mapping[str, Any], folder: str) -> tuple[Warning_, ...]:
+    """Return warnings of tensors that the manifest of an artifact does not name, and of those that it names
+    alone: a model says what it misses, but nothing else tells whether the others are the ones it was made of.
+    """
+    told = manifest["tensors"]
+    more = [name for name in tensors if name not in told and not name.endswith(COMPUTED)]
+    gone = [name for name in told if name not in tensors]
+    hint, found = f"w4pack verify {folder}", []
+    if more:
+        none = "none, so nothing of it is compared"
+        found.append(Warning_("tensor-unlisted", name_some(more), f"its record in {MANIFEST}", none, hint))
+    if gone:
+        found.append(Warning_("tensor-gone", name_some(gone), f"a tensor, as {MANIFEST} says", "none", hint))
+    return tuple(found)
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return key -> digest of its value, as it is read from a file, however it is written there (spaces, the
+    order of keys, 1 or 1.0).
+
+    Artifacts hold it: a later version must come to the same of what it knew before.
+    """
+    texts = {key: json.dumps(_canonical(value), sort_keys=True) for key, value in config.items()}
+    return {key: hashlib.sha256(text.encode()).hexdigest()[:DIGITS] for key, text in texts.items()}
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _canonical(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_canonical(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def edited(store: Store, name: str, manifest: Mapping[str, Any]) -> tuple[Warning_, ...]:
-    """Return a warning where a settings file is not the one that was written; none where nothing tells.
+    """Return a warning where a settings file says something else than was written; none where it does not.
 
     People edit them on purpose. But heads of another number and size, say, may have weights of the same
-    shapes, and compute another model.
+    shapes, and compute another model. The first manifests have the hash of the file alone.
     """
-    files = manifest.get("files")
-    told = files.get(name) if isinstance(files, Mapping) else None
-    if not isinstance(told, str) or hashlib.sha256(store.read(name, LIMIT)).hexdigest() == told:
+    raw = store.read(name, LIMIT)
+    if hashlib.sha256(raw).hexdigest() == manifest["files"][name]:
         return ()
-    where = f"{store.label}/{name}"
-    return (Warning_("file-edited", where, "the file as it was written", "another, which is taken as it is"),)
-
-
-def manifest_head(store: Store) -> dict[str, Any]:
-    """Return the first members of an output's manifest; none where there is none that can be read.
-
-    Options, report and rotation stand before its tables, so of a far manifest of megabytes no more is read.
-    """
-    if MANIFEST not in store.files():
-        return {}
-    blob = store.blob(MANIFEST)
-    head = bytearray(min(blob.size, HEAD_BYTES))
-    blob.read_into(0, memoryview(head))
-    return _members(head.decode("utf-8", "replace"))
-
-
-def _members(text: str) -> dict[str, Any]:
-    """Return the members of the JSON object that a text begins with, as far as they are whole."""
-    found: dict[str, Any] = {}
-    decoder, mark, rest = json.JSONDecoder(), *text.lstrip().partition("{")[1:]
-    while mark in ("{", ","):
-        try:
-            key, end = decoder.raw_decode(rest.lstrip())
-            rest = rest.lstrip()[end:].partition(":")[2].lstrip()
-            value, end = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
-            break
-        found[str(key)] = value
-        rest = rest[end:].lstrip()
-        mark, rest = rest[:1], rest[1:]
-    return found
-
-
-def _unreadable(where: str, err: Exception) -> SourceError:
-    found = f"{type(err).__name__}: {err}".partition("\n")[0][:200]
-    return SourceError("the manifest cannot be read", code="manifest", where=where, found=found)
+    where, told = f"{store.label}/{name}", manifest.get("config")
+    if told is None:
+        found = "another, which is taken as it is"
+        return (Warning_("file-edited", where, "the file as it was written", found),)
+    own = settings(parse_object(raw, name))
+    keys = [key for key in {**told, **own} if told.get(key) != own.get(key) and key not in IDLE]
+    if not keys:
+        return ()
+    found = f"others of {name_some(keys)}, which are taken as they are"
+    return (Warning_("file-edited", where, "the values that were written", found),)

@@ -12,7 +12,7 @@ from typing import Any
 
 from w4pack.convert.errors import HubError, name_some
 from w4pack.convert.events import Quiet, Reporter, size_text
-from w4pack.convert.files.described import MANIFEST
+from w4pack.convert.files.manifestform import MANIFEST
 from w4pack.convert.hub.access import Access, Asking, preflight
 from w4pack.convert.hub.client import STEADY, Patience, is_no_xet, session_tools, status_of
 from w4pack.convert.hub.outfolder import CARD, CONFIG, LocalFile, list_output, prove

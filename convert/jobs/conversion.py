@@ -3,13 +3,12 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from w4pack.convert.core.facts import Warning_
 from w4pack.convert.events import Reporter, warning_fields
 from w4pack.convert.jobs import manifest, sidefiles
 from w4pack.convert.jobs.complete import finished_before
-from w4pack.convert.jobs.identity import manifest_of, refuse_damaged_source, source_files
+from w4pack.convert.jobs.identity import refuse_damaged_source, source_files
 from w4pack.convert.jobs.places import check_place, check_resumed, settle_place, tell_discarded
 from w4pack.convert.jobs.recipe import ConvertRecipe
 from w4pack.convert.jobs.running import CardMaker, OnPlan, Report, Running
@@ -30,7 +29,7 @@ def plan_conversion(
     """
     check_place(source.checkpoint, out, running)
     if source.problems:
-        refuse_damaged_source(source.checkpoint, manifest_of(source.checkpoint), running.workers)
+        refuse_damaged_source(source.checkpoint, running.workers)
     plan, warnings = make_plan(
         source, options, origin, source_files(source.checkpoint, strict=running.strict)
     )
@@ -66,8 +65,7 @@ def convert_source(
         on_plan(plan, warnings, planned_facts(source, plan), source)
     for warning in warnings:
         running.reporter.event("warning", **warning_fields(warning))
-    original = manifest_of(source.checkpoint)
-    refuse_damaged_source(source.checkpoint, original, running.workers)
+    refuse_damaged_source(source.checkpoint, running.workers)
     if running.resume and finished_before(out, plan, source, running.workers):
         return Report(out, plan, warnings, time.monotonic() - started, {}, was_complete=True)
     written = run_plan(
@@ -75,7 +73,7 @@ def convert_source(
         ConvertRecipe(source, plan, strict=running.strict, packer=running.packer),
         out,
         running,
-        lambda folder, done: _write_rest(folder, done, plan, source, original, card),
+        lambda folder, done: _write_rest(folder, done, plan, source, card),
         before,
     )
     tell_values(written, running.reporter)
@@ -123,10 +121,9 @@ def _write_rest(
     written: manifest.Written,
     plan: Plan,
     source: Source,
-    original: Mapping[str, Any] | None,
     card: CardMaker | None,
 ) -> None:
-    value = manifest.build(plan, source, written, original)
+    value = manifest.build(plan, source, written, source.checkpoint.manifest())
     side_files = sidefiles.copy_side_files(source.checkpoint, folder)
     text = card(plan, _errors(written)) if card else None
     sidefiles.write_rest(folder, plan, source.config, side_files, value, text)

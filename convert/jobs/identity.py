@@ -1,9 +1,7 @@
 """The source as a job knows it again: where it lies, its files, the manifest of one that is ours."""
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.files.store import Blob, chunks, digest
@@ -78,12 +76,8 @@ def sample_digest(blob: Blob, start: int) -> str:
     return found.hexdigest()
 
 
-def manifest_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the manifest of a source that w4pack itself wrote, or None."""
-    return manifest.of_store(checkpoint.store.read, checkpoint.store.files())
-
-
-def refuse_damaged_source(checkpoint: Checkpoint, value: Mapping[str, Any] | None, threads: int) -> None:
+def refuse_damaged_source(checkpoint: Checkpoint, threads: int) -> None:
     """Raise VerifyError if a source that w4pack wrote is no longer what its manifest says."""
+    value = checkpoint.manifest()
     if value is not None:
         refuse_damaged(checkpoint, value, threads)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from w4pack.convert.errors import SourceError
+from w4pack.convert.files import manifestform
 from w4pack.convert.files.checkpoint import Checkpoint
-from w4pack.convert.files.described import LIMIT, MANIFEST
+from w4pack.convert.files.manifestform import FORMAT, LIMIT, MANIFEST, SCHEMA
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
-from w4pack.convert.planning.plan import FORMAT_VERSION, Plan
+from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.record import to_plain
 from w4pack.convert.source.detect import Source
 from w4pack.convert.source.layers import SourceLayer
@@ -47,14 +48,15 @@ def build(plan: Plan, source: Source, written: Written, original: Mapping[str, A
     original  the manifest of a source that w4pack wrote itself, or None
     """
     manifest: dict[str, Any] = {
-        "schema": 1,
-        "tool": {"name": "w4pack", "version": plan.version, "format": FORMAT_VERSION},
+        "schema": SCHEMA,
+        "tool": {"name": "w4pack", "version": plan.version, "format": FORMAT},
         "target": plan.target,
         "options": dict(plan.options),
         "lossless": plan.lossless,
         "plan": plan.digest,
         "source": {"origin": plan.origin, "files": to_plain(plan.files)},
         "files": {},
+        "config": {},
     }
     if plan.rotation is not None:
         manifest["rotation"] = dict(plan.rotation)
@@ -170,7 +172,7 @@ def _entries(entries: Entries, pad: str) -> Iterator[str]:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Read the manifest of an output. Raises SourceError if there is none or it is not one."""
+    """Read the manifest of an output. Raises SourceError if there is none; else as ``manifestform.parse``."""
     path = folder / NAME
     try:
         if path.stat().st_size > LIMIT:
@@ -180,7 +182,7 @@ def load(folder: Path) -> dict[str, Any]:
                 where=str(path),
                 expected=f"at most {LIMIT} bytes",
             )
-        value = json.loads(path.read_bytes())
+        raw = path.read_bytes()
     except FileNotFoundError:
         raise SourceError(
             "not an output of w4pack: it has no manifest",
@@ -188,70 +190,6 @@ def load(folder: Path) -> dict[str, Any]:
             where=str(path),
             hint=f"`w4pack inspect {folder}` says what it is",
         ) from None
-    except (OSError, ValueError, RecursionError) as err:
-        raise SourceError(
-            "the manifest cannot be read",
-            code="manifest",
-            where=str(path),
-            found=str(err).partition(chr(10))[0][:200],
-        ) from err
-    check(value, path)
-    return dict(value)
-
-
-def check(value: Any, path: Path) -> None:
-    """Raise SourceError unless the manifest has the parts every command relies on."""
-    wanted: dict[str, type] = {
-        "tool": dict,
-        "target": str,
-        "options": dict,
-        "tensors": dict,
-        "layers": dict,
-        "source": dict,
-        "lossless": bool,
-        "files": dict,
-    }
-    if not isinstance(value, dict):
-        raise SourceError("the manifest is not a JSON object", code="manifest", where=str(path))
-    for key, kind in wanted.items():
-        if not isinstance(value.get(key), kind):
-            raise SourceError(
-                "the manifest is incomplete",
-                code="manifest",
-                where=f"{path}: {key}",
-                expected=kind.__name__,
-                found=type(value.get(key)).__name__,
-            )
-    version = value["tool"].get("format")
-    if version != FORMAT_VERSION:
-        raise SourceError(
-            "the manifest has another version",
-            code="manifest-version",
-            where=str(path),
-            expected=str(FORMAT_VERSION),
-            found=str(version),
-            hint="use the version of w4pack that wrote it, or convert its source again",
-        )
-    for name, sha in value["files"].items():
-        if not isinstance(sha, str):
-            raise SourceError("the manifest is damaged", code="manifest", where=f"{path}: files.{name}")
-    for name, entry in value["tensors"].items():
-        if not (
-            isinstance(entry, dict)
-            and isinstance(entry.get("dtype"), str)
-            and isinstance(entry.get("shape"), list)
-            and isinstance(entry.get("sha256"), str)
-        ):
-            raise SourceError("the manifest is damaged", code="manifest", where=f"{path}: tensors.{name}")
-
-
-def of_store(read: Callable[[str, int], bytes], files: Mapping[str, int]) -> dict[str, Any] | None:
-    """Return the manifest of a source that w4pack wrote, or None. ``read(name, limit)`` reads a file."""
-    if NAME not in files:
-        return None
-    try:
-        value = json.loads(read(NAME, LIMIT))
-        check(value, Path(NAME))
-    except (ValueError, SourceError, RecursionError):
-        return None
-    return dict(value)
+    except OSError as err:
+        raise manifestform.unreadable(str(path), err.strerror) from err
+    return manifestform.parse(raw, str(path))

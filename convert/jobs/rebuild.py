@@ -9,9 +9,8 @@ import base64
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,7 @@ from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.errors import SourceError
 from w4pack.convert.files.checkpoint import Checkpoint
 from w4pack.convert.jobs.layerjob import LayerJob, column_map
-from w4pack.convert.planning.record import from_plain, to_plain
+from w4pack.convert.planning.record import to_plain
 
 MAX_INLINE = 1 << 28  # bytes one kept tensor may unfold to; a hostile manifest cannot ask for more
 
@@ -58,7 +57,7 @@ class LayerRecord:
     layout: str
     scheme: QuantScheme
     zero_kind: str
-    rows: str
+    rows: Literal["natural", "sorted"]
     cols_from: str | None
     halves: int
     group: str | None
@@ -77,7 +76,7 @@ def record(job: LayerJob, checkpoint: Checkpoint, strict_hash: str | None) -> La
     folded = plan.rows == "sorted" and not plan.scheme.act_order
     group = pack_array(job.source_params.group) if job.source_params.group is not None else None
     kept = plan.action == "pack" and _scales_kept(job)
-    rows = "sorted" if folded else "natural"
+    rows: Literal["natural", "sorted"] = "sorted" if folded else "natural"
     made = LayerRecord(
         layer.name,
         layer.layout,
@@ -141,7 +140,7 @@ def rebuild_small(
     order  sorting that a fold applied to the rows, or None
     cols   artifact column of each source column, or None: in order, padding at the end
     """
-    group = unpack_array(rec.group, rec.scheme.in_features) if rec.group else None
+    group = group_of(rec)
     rows = inverse(order, rec.scheme.in_features) if order is not None else None
     back = transform(params, scheme, replace(rec.scheme, act_order=False), Reorder(rows, cols), group)
     layout = formats.get(rec.layout)
@@ -199,9 +198,12 @@ def unpack_bytes(text: str, size: int, where: str) -> bytes:
     return data
 
 
-def unpack_array(text: str, size: int) -> NDArray[np.int32]:
-    """Unfold an int32 array of ``size`` entries."""
-    return np.frombuffer(unpack_bytes(text, 4 * size, "w4pack.json"), "<i4").astype(np.int32)
+def group_of(rec: LayerRecord) -> NDArray[np.int32] | None:
+    """Return a record's group map; None where rows are in order."""
+    if rec.group is None:
+        return None
+    raw = unpack_bytes(rec.group, 4 * rec.scheme.in_features, f"w4pack.json: the group map of {rec.name}")
+    return np.frombuffer(raw, "<i4").astype(np.int32)
 
 
 def kept_array(kept: KeptTensor, where: str) -> NDArray[Any]:
@@ -214,19 +216,6 @@ def kept_array(kept: KeptTensor, where: str) -> NDArray[Any]:
 def record_json(rec: LayerRecord) -> str:
     """Return the record as JSON text: there are many, and text is what memory holds best."""
     return json.dumps(to_plain(rec))
-
-
-def record_from(value: Mapping[str, Any]) -> LayerRecord:
-    """Rebuild a record. Raises SourceError if the manifest is not what w4pack writes."""
-    try:
-        return from_plain(LayerRecord, value)
-    except (ValueError, TypeError) as err:
-        raise SourceError(
-            "the manifest does not say how to unpack a layer",
-            code="manifest",
-            where="w4pack.json",
-            found=str(err),
-        ) from err
 
 
 def source_columns(

@@ -4,10 +4,11 @@ A manifest may come from a stranger: every number is bounded by what the artifac
 must be one that exists, and the whole must come to the tensors that the source had.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,16 @@ from w4pack.convert import formats
 from w4pack.convert.core import dtypes
 from w4pack.convert.core.order import sorted_rows
 from w4pack.convert.errors import Refused, SourceError, name_some
+from w4pack.convert.files import manifestform
 from w4pack.convert.files.checkpoint import CONFIG, QUANT_CONFIGS, Checkpoint
 from w4pack.convert.jobs import manifest
-from w4pack.convert.jobs.rebuild import MAX_INLINE, LayerRecord, record_from, unpack_array
-from w4pack.convert.planning.record import from_plain
+from w4pack.convert.jobs.rebuild import MAX_INLINE, LayerRecord, group_of
+from w4pack.convert.planning.record import Misfit, from_plain
 from w4pack.convert.source.detect import Source
 from w4pack.convert.source.layers import SourceLayer
 
+CONFIGS = (CONFIG, *QUANT_CONFIGS)
+T = TypeVar("T")
 MAX_DROPPED = 1 << 26  # bytes; a dropped tensor is a bias of zeros
 
 
@@ -50,11 +54,11 @@ class DroppedRecord:
 
 def records_of(value: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
     """Return what an output's manifest says of the way back. Raises Refused where it says nothing."""
-    record, path = value.get("unpack"), source.checkpoint.store.label
-    if isinstance(record, dict):
+    record: Mapping[str, Any] | None = value.get("unpack")
+    path = source.checkpoint.store.label
+    if record is not None:
         return record
-    chosen = value.get("quantization")
-    if isinstance(chosen, dict):
+    if "quantization" in value:
         raise Refused(
             "this output was quantized by w4pack: there is no packed checkpoint that it could go back to",
             code="not-invertible",
@@ -63,6 +67,8 @@ def records_of(value: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
             found=f"codes that {_origin(value)} was rounded to",
             hint=_from_quantized(path, online=bool((source.quant_config or {}).get("online"))),
         )
+    if value["target"] in manifest.TARGETS_WITH_RECORDS:
+        raise manifestform.damaged(f"{path}/{manifest.NAME}", "unpack", "an object", "nothing")
     raise Refused(
         "only artifacts can be unpacked",
         code="not-an-artifact",
@@ -75,9 +81,8 @@ def records_of(value: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
 
 
 def _origin(value: Mapping[str, Any]) -> str:
-    origin = value["source"].get("origin")
-    name = origin.get("id") if isinstance(origin, dict) else None
-    return f"the 16-bit model {name}" if isinstance(name, str) else "a 16-bit model"
+    name = (value["source"].get("origin") or {}).get("id")
+    return f"the 16-bit model {name}" if name else "a 16-bit model"
 
 
 def _from_quantized(path: str, *, online: bool) -> str:
@@ -98,19 +103,22 @@ class Records:
         self.made = {layer.name: layer for layer in source.layers}
         self._read(record)
         self._refuse_lossy(value)
-        self._check(source.checkpoint, record.get("source_tensors"))
+        self._check(source.checkpoint, record["source_tensors"])
+        _check_configs(self.configs, value)
 
     def _read(self, record: Mapping[str, Any]) -> None:
         try:
-            self.layers = {_text(name): record_from(item) for name, item in record["layers"].items()}
-            self.dense = [from_plain(DenseRecord, item) for item in record["dense"]]
-            self.dropped = [from_plain(DroppedRecord, item) for item in record["dropped"]]
-            self.configs = {_text(name): _text(text) for name, text in record["configs"].items()}
-        except (KeyError, TypeError, AttributeError, ValueError) as err:
-            _unfit("unpack", "records as w4pack writes them", f"{type(err).__name__}: {err}")
-        for name in self.configs:
-            if name not in (CONFIG, *QUANT_CONFIGS):
-                _unfit("unpack.configs", f"{', '.join((CONFIG, *QUANT_CONFIGS))}", name[:80])
+            layers = record["layers"].items()
+            self.layers = {n: from_plain(LayerRecord, v, f"unpack.layers.{n}") for n, v in layers}
+            self.dense = _rows(DenseRecord, record, "dense")
+            self.dropped = _rows(DroppedRecord, record, "dropped")
+        except Misfit as err:
+            _unfit(err.where, err.expected, err.found)
+        self.configs = dict(record["configs"])
+        for name, text in self.configs.items():
+            if name not in CONFIGS:
+                _unfit("unpack.configs", f"{', '.join(CONFIGS)}", name[:80])
+            _check_text(text, f"unpack.configs.{name}")
         self.by_source = {rec.name: rec for rec in self.layers.values()}
 
     def _refuse_lossy(self, value: Mapping[str, Any]) -> None:
@@ -183,8 +191,9 @@ class Records:
             if kept.suffix not in layout.SUFFIXES:
                 _unfit(where, f"tensors {', '.join(layout.SUFFIXES)}", kept.suffix)
             _bounded(f"{name}.{kept.suffix}", kept.dtype, kept.shape, MAX_INLINE)
-        if rec.group is not None:
-            _group(rec, where)
+        group = group_of(rec)
+        if group is not None:
+            _check_group(group, rec, where)
         elif rec.rows != "natural":
             _unfit(where, "a group map for sorted rows", "none")
         self._check_fold(where, rec.cols_from, rec.halves, scheme.out_features)
@@ -203,11 +212,15 @@ class Records:
         if source_name is None:
             return None
         rec = self.by_source[source_name]
-        return sorted_rows(unpack_array(rec.group, rec.scheme.in_features)) if rec.group else None
+        group = group_of(rec)
+        return None if group is None else sorted_rows(group)
 
 
-def _group(rec: LayerRecord, where: str) -> None:
-    group = unpack_array(rec.group or "", rec.scheme.in_features)
+def _rows(kind: type[T], record: Mapping[str, Any], name: str) -> list[T]:
+    return [from_plain(kind, row, f"unpack.{name}.{n}") for n, row in enumerate(record[name])]
+
+
+def _check_group(group: NDArray[np.int32], rec: LayerRecord, where: str) -> None:
     if group.min(initial=0) < 0 or group.max(initial=0) >= rec.scheme.groups:
         _unfit(
             where, f"groups 0 to {rec.scheme.groups - 1}", f"{group.min(initial=0)} to {group.max(initial=0)}"
@@ -221,12 +234,35 @@ def _bounded(where: str, tag: str, shape: tuple[int, ...], limit: int) -> None:
         _unfit(where, f"at most {limit} bytes", str(list(shape)))
 
 
-def _text(value: Any) -> str:
-    """Return ``value`` if it is text that can be written. Raises ValueError."""
-    if not isinstance(value, str):
-        raise ValueError(f"text expected, found {type(value).__name__}")
-    value.encode("utf-8", "surrogateescape")  # bytes of a file that was no UTF-8 come back as they were
-    return value
+def _check_text(text: str, where: str) -> None:
+    """Refuse text that cannot be written."""
+    try:
+        text.encode("utf-8", "surrogateescape")  # bytes of a file that was no UTF-8 come back as they were
+    except UnicodeEncodeError:
+        _unfit(where, "text that can be written", "half of a surrogate pair")
+
+
+def _check_configs(configs: Mapping[str, str], value: Mapping[str, Any]) -> None:
+    """Hold the settings that go back against the files that the manifest says the source had.
+
+    Of an artifact that was copied the way back is that of its own source: ``original``.
+    """
+    sources = [value["source"], value.get("original") or {}]
+    for name in CONFIGS:
+        told = [_content_of(name, source["files"]) for source in sources if "files" in source]
+        own = None
+        if name in configs:
+            own = hashlib.sha256(configs[name].encode("utf-8", "surrogateescape")).hexdigest()
+        if told and own not in told:
+            _unfit(f"unpack.configs.{name}", _file(told[0]), _file(own))
+
+
+def _file(sha: str | None) -> str:
+    return "no such file" if sha is None else f"a file with the sha256 {sha}"
+
+
+def _content_of(name: str, files: Sequence[Mapping[str, Any]]) -> str | None:
+    return next((file.get("header") for file in files if file["name"] == name), None)
 
 
 def _unfit(where: str, expected: str, found: str) -> NoReturn:

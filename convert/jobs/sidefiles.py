@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.described import settings
 from w4pack.convert.files.shards import index_json
 from w4pack.convert.files.store import chunks
 from w4pack.convert.jobs import manifest
@@ -69,7 +70,8 @@ def write_rest(
 ) -> None:
     """Write index, second settings file, card, manifest and, last, config.json.
 
-    The manifest gets the hash of every file but itself and the card, into which `verify` results are written.
+    The manifest gets the hash of every file but itself and the card, into which `verify` results are written,
+    and a digest of every setting of config.json.
     """
     made = {"config.json": config_bytes(output_config(source_config, plan))}
     shards = plan.shards()
@@ -84,5 +86,6 @@ def write_rest(
         write_file(out / CARD, card.encode())
     hashes = {**side_files, **{name: hashlib.sha256(data).hexdigest() for name, data in made.items()}}
     files = dict(sorted(hashes.items()))
-    write_file(out / manifest.NAME, manifest.dump({**manifest_value, "files": files}))
+    told = {**manifest_value, "files": files, "config": settings(json.loads(made["config.json"]))}
+    write_file(out / manifest.NAME, manifest.dump(told))
     write_file(out / "config.json", made["config.json"])

@@ -30,11 +30,11 @@ from w4pack.convert.jobs.outfiles import OutFiles
 from w4pack.convert.jobs.places import tell_discarded
 from w4pack.convert.jobs.rebuild import (
     LayerRecord,
+    group_of,
     inverse,
     kept_array,
     rebuild_small,
     source_columns,
-    unpack_array,
 )
 from w4pack.convert.jobs.records import DenseRecord, Records, records_of
 from w4pack.convert.jobs.running import Running
@@ -148,8 +148,7 @@ class UnpackRecipe:
         restored = None
         if out.bits != layer.scheme.bits:
             decoded = formats.get(rec.layout).decode_params(small, out, rec.zero_kind)
-            group = unpack_array(rec.group, out.in_features) if rec.group else None
-            restored = GroupParams(decoded.scales, decoded.zeros, group)
+            restored = GroupParams(decoded.scales, decoded.zeros, group_of(rec))
         if "act_perm" in small:  # the source stored its rows sorted
             perm = small["act_perm"]
             rows = perm.astype(np.int32) if rows is None else rows[perm]

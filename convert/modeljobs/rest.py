@@ -10,10 +10,11 @@ from typing import Any
 
 from w4pack.convert.dialects import recorded
 from w4pack.convert.dialects.online_reading import parse
+from w4pack.convert.files.manifestform import FORMAT, SCHEMA
 from w4pack.convert.jobs import manifest, sidefiles
 from w4pack.convert.jobs.writing import write_file
 from w4pack.convert.planning.options import ConvertOptions
-from w4pack.convert.planning.plan import FORMAT_VERSION, Plan
+from w4pack.convert.planning.plan import Plan
 from w4pack.convert.planning.quantize_options import CALIBRATED, QuantizeOptions
 from w4pack.convert.planning.quantizing import layer_index
 from w4pack.convert.planning.record import to_plain
@@ -30,14 +31,15 @@ def build(
 ) -> dict[str, Any]:
     """Make the manifest; see ``manifest.build``. ``digest``: of the plan before anything was measured."""
     value: dict[str, Any] = {
-        "schema": 1,
-        "tool": {"name": "w4pack", "version": plan.version, "format": FORMAT_VERSION},
+        "schema": SCHEMA,
+        "tool": {"name": "w4pack", "version": plan.version, "format": FORMAT},
         "target": plan.target,
         "options": dict(plan.options),
         "lossless": False,
         "plan": digest,
         "source": {"origin": plan.origin, "files": to_plain(plan.files)},
         "files": {},
+        "config": {},
         "quantization": {**_records_of(plan), **(plan.quantization or {}), **outcome},
     }
     if plan.rotation is not None:

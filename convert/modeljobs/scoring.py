@@ -1,32 +1,29 @@
 """Scores checkpoints in any form that w4pack reads, on tokens of a text: see ``w4pack.convert.measure``."""
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from w4pack.convert.errors import Refused, UsageError, W4PackError
 from w4pack.convert.events import Reporter, warning_fields
 from w4pack.convert.files import samples
-from w4pack.convert.files.checkpoint import CONFIG, Checkpoint
-from w4pack.convert.files.described import edited, missing, of_tensors, read_manifest
+from w4pack.convert.files.checkpoint import Checkpoint
+from w4pack.convert.files.described import of_tensors
 from w4pack.convert.files.exchanged import refuse_exchanged
 from w4pack.convert.files.provider import torch_dtype
 from w4pack.convert.files.tensorfile import TensorInfo
-from w4pack.convert.jobs import manifest
 from w4pack.convert.modeljobs.online import NOTHING, Runtime, runtime_of
 from w4pack.convert.modeljobs.prepared import tokenizer_of
 from w4pack.convert.modeljobs.weights import Numbers
 from w4pack.convert.quantize import calibration, evaluation
 from w4pack.convert.quantize.evaluation import Difference, Score, compare
 from w4pack.convert.quantize.stream import Stream
+from w4pack.convert.source import written
 from w4pack.convert.source.detect import Source, read_source
 from w4pack.convert.source.online import misplaced, unlike_written
 from w4pack.convert.source.reading import DetectOptions
-from w4pack.convert.source.written import relabelled_in
 
 BATCH_TOKENS = 4096  # in one run of a layer
 
@@ -38,22 +35,17 @@ def read_model(checkpoint: Checkpoint, tell: Reporter) -> Source:
     and warns where they warn.
 
     Refused for online records that do not fit, VerifyError for records and headers that were changed and for
-    tensors that were exchanged, SourceError for records that are lost and for a manifest that cannot be read.
+    tensors that were exchanged, SourceError for records that are lost and for a manifest that is damaged.
     """
     source = read_source(checkpoint, DetectOptions())
     problems = () if source.problems else misplaced(source) or tuple(unlike_written(source))
-    problems = problems or (() if source.problems else relabelled_in(source))
+    problems = problems or (() if source.problems else written.problems_of(source))
     if problems:
         raise Refused.together(problems)
-    told = read_manifest(checkpoint.store)
-    if told is None:
-        if source.claims is not None and source.claims.method == "w4pack":
-            tell.event("warning", **warning_fields(missing(checkpoint.label)))
-        return source
-    written = of_tensors(checkpoint.label, told, "sample", in_all=False)
-    infos = [info for name, info in checkpoint.tensors.items() if name in written]
-    changed = refuse_exchanged(infos, written, partial(_sample, checkpoint), checkpoint.label)
-    for warning in (*edited(checkpoint.store, CONFIG, told), *changed):
+    taken = of_tensors(checkpoint.manifest() or {}, "sample")
+    infos = [info for name, info in checkpoint.tensors.items() if name in taken]
+    changed = refuse_exchanged(infos, taken, partial(_sample, checkpoint), checkpoint.label)
+    for warning in (*written.warnings_of(source), *changed):
         tell.event("warning", **warning_fields(warning))
     return source
 
@@ -178,9 +170,7 @@ def _refuse_other_vocabulary(own: Stream, theirs: Stream, against: str | Path) -
         )
 
 
-def overlap_of(read: Any, files: Mapping[str, int], cut: torch.Tensor) -> float:
+def overlap_of(checkpoint: Checkpoint, cut: torch.Tensor) -> float:
     """Return the share of the model's calibration text that occurs in the measured one."""
-    value = manifest.of_store(read, files)
-    report = (value or {}).get("quantization")
-    record = report.get("calibration") if isinstance(report, dict) else None
-    return calibration.overlap(record, cut.reshape(-1).numpy()) if isinstance(record, dict) else 0.0
+    record = (checkpoint.manifest() or {}).get("quantization", {}).get("calibration")
+    return calibration.overlap(record, cut.reshape(-1).numpy()) if record else 0.0

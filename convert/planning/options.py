@@ -193,7 +193,7 @@ class ConvertOptions:
             )
         values = dict(chosen)
         try:
-            return from_plain(cls, {**to_plain(cls()), **to_plain(values)})
+            return from_plain(cls, {**to_plain(cls()), **to_plain(values)}, "options")
         except ValueError as err:
             raise UsageError("the manifest names options of a wrong type", found=str(err)[:200]) from err
 

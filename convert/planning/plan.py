@@ -16,7 +16,6 @@ from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.planning.decisions import DensePlan, LayerPlan
 from w4pack.convert.planning.record import from_plain, to_plain
 
-FORMAT_VERSION = 1
 DISK_BASE = 1 << 20  # bytes for small files
 DISK_PER_TENSOR = 2048  # bytes for a tensor in headers, manifest and journal
 

@@ -6,6 +6,15 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}  # of JSON, for messages
 
 
 def to_plain(value: Any) -> Any:
@@ -19,9 +28,20 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def from_plain(kind: type[T], value: Any) -> T:
-    """Rebuild a dataclass from ``to_plain``'s result. Raises ValueError where fields or types differ."""
-    result: T = _build(kind, value, kind.__name__)
+class Misfit(ValueError):
+    """A value that is not what a dataclass says: where in it, what was expected, what was found."""
+
+    def __init__(self, where: str, expected: str, found: str) -> None:
+        super().__init__(f"{where}: expected {expected}, found {found}")
+        self.where, self.expected, self.found = where, expected, found
+
+
+def from_plain(kind: type[T], value: Any, where: str | None = None) -> T:
+    """Rebuild a dataclass from ``to_plain``'s result. Raises Misfit where fields or types differ.
+
+    where  what messages call the value; default: the dataclass's name
+    """
+    result: T = _build(kind, value, kind.__name__ if where is None else where)
     return result
 
 
@@ -32,10 +52,12 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, Union):
         return _union(kind, value, where)
     if origin is tuple:
-        return tuple(_build(get_args(kind)[0], item, where) for item in _expect(value, list, where))
+        inner = get_args(kind)[0]
+        items = _expect(value, list, where)
+        return tuple(_build(inner, item, f"{where}.{number}") for number, item in enumerate(items))
     if origin is Literal:
         if value not in get_args(kind):
-            raise ValueError(f"{where}: expected one of {get_args(kind)}, found {value!r}")
+            raise Misfit(where, f"one of {', '.join(map(str, get_args(kind)))}", _named(value))
         return value
     if kind is Any:
         return value
@@ -51,8 +73,12 @@ def _expect(value: Any, kind: type, where: str) -> Any:
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        raise ValueError(f"{where}: expected {kind.__name__}, found {type(value).__name__}")
+        raise Misfit(where, NAMES.get(kind, kind.__name__), _named(value))
     return value
+
+
+def _named(value: Any) -> str:
+    return f"{value!r:.80}" if isinstance(value, str) else NAMES.get(type(value), type(value).__name__)
 
 
 def _union(kind: Any, value: Any, where: str) -> Any:
@@ -66,5 +92,5 @@ def _dataclass(kind: Any, value: Any, where: str) -> Any:
     given = _expect(value, dict, where)
     names = [f.name for f in fields(kind)]
     if set(given) != set(names):
-        raise ValueError(f"{where}: expected fields {names}, found {sorted(given)}")
+        raise Misfit(where, f"the members {', '.join(names)}", ", ".join(sorted(given)) or "none")
     return kind(**{name: _build(known[name], given[name], f"{where}.{name}") for name in names})

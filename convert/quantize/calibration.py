@@ -213,7 +213,7 @@ def sketch(tokens: np.ndarray[Any, Any]) -> list[str]:
 def overlap(record: dict[str, Any], tokens: np.ndarray[Any, Any]) -> float:
     """Return the share, 0 to 1, of a recorded calibration text that occurs in ``tokens``."""
     kept = record.get("sketch")
-    if not isinstance(kept, list) or not kept:
+    if not kept:
         return 0.0
     here = {f"{int(h):016x}" for h in _hashes(tokens)}
     return sum(item in here for item in kept) / len(kept)

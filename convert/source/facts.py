@@ -1,7 +1,7 @@
 """A source in the form that `inspect` prints and `check` judges."""
 
 from w4pack.convert.core.facts import DenseFacts, LayerFacts, ModelFacts
-from w4pack.convert.source import online
+from w4pack.convert.source import online, written
 from w4pack.convert.source.detect import Source
 from w4pack.convert.source.layers import SourceLayer
 
@@ -9,6 +9,7 @@ from w4pack.convert.source.layers import SourceLayer
 def source_facts(source: Source) -> ModelFacts:
     """Describe the whole source in the form that `inspect` prints and `check` judges."""
     ck = source.checkpoint
+    unfit, warnings = online.shown(online.problems_of(source)), written.warnings_of(source)
     return ModelFacts(
         config=source.config,
         quant_config=source.quant_config,
@@ -20,8 +21,8 @@ def source_facts(source: Source) -> ModelFacts:
         total_bytes=sum(t.nbytes for t in ck.tensors.values()),
         files=tuple(ck.store.files()),
         weight_files=tuple(ck.weight_files),
-        warnings=source.warnings,
-        unfit=online.shown(online.problems_of(source)),
+        warnings=(*source.warnings, *warnings),
+        unfit=unfit,
     )
 
 

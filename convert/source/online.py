@@ -1,6 +1,6 @@
 """Whether a model has a place for all that its ``online`` records say: loader, `eval` and `check` ask here.
 
-Names and widths are enough: nothing but headers is read, and the beginning of the manifest.
+Names and widths are enough: nothing but headers is read, and the manifest.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,29 +12,31 @@ from w4pack.convert.dialects.online import Online, misfit
 from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.dialects.recorded import changed
 from w4pack.convert.errors import W4PackError
-from w4pack.convert.files.described import manifest_head
 from w4pack.convert.files.tensorfile import TensorInfo
 from w4pack.convert.source.detect import Source
 from w4pack.convert.source.online_places import GUIDE, Linear, place, plain
 from w4pack.convert.source.online_rules import misfits, without_kernel
+from w4pack.convert.source.written import is_artifact, unusable
 
 
 def problems_of(source: Source) -> tuple[W4PackError, ...]:
     """Return what stops w4pack's loader from running the records of an artifact as they were calibrated."""
     tensors = dict(source.checkpoint.tensors)
     found = _problems(records_of(source), source.config, tensors, _linears(source))
-    return found or tuple(unlike_written(source))
+    return found or (() if unusable(source) else tuple(unlike_written(source)))
 
 
 def unlike_written(source: Source) -> Iterator[W4PackError]:
     """Yield what says that an artifact's records are not those that were written: its manifest, or guides.
 
     Its block may be gone too. Nothing of a block that is not known: that is a problem of the source.
+
+    Raises SourceError and Refused for a manifest that cannot be used.
     """
     if source.claims is not None and source.claims.refusals:
         return
     records, label = records_of(source), source.checkpoint.label
-    problems = tuple(changed(records, manifest_head(source.checkpoint.store), label))
+    problems = tuple(changed(records, source.checkpoint.manifest() or {}, label))
     yield from problems
     if problems or records or not any(layer.layout == "marlin" for layer in source.layers):
         return
@@ -108,8 +110,7 @@ def shown(problems: Iterable[W4PackError]) -> tuple[Warning_, ...]:
 
 def records_of(source: Source) -> Online:
     """Return the records of an artifact; none for another checkpoint, and none where some are not known."""
-    own = source.claims is not None and source.claims.method == "w4pack"
-    if not own or (source.claims is not None and source.claims.refusals):
+    if not is_artifact(source) or (source.claims is not None and source.claims.refusals):
         return Online()
     return parse((source.quant_config or {}).get("online", []))
 

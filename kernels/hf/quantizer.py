@@ -105,7 +105,7 @@ class W4PackQuantizer(HfQuantizer):
         settings = self.quantization_config
         if settings.check_hashes:
             hashes.check(artifact, artifact.tensors)
-        hashes.tell(hashes.check_samples(artifact))
+        told = hashes.check_samples(artifact)
         dtypes.chosen(artifact, self.asked)
         self.running = online.plan(artifact, settings.act_bits, settings.kv_bits)
         if self.running is not None and self.running.settings.kv_bits != WIDE:
@@ -114,6 +114,7 @@ class W4PackQuantizer(HfQuantizer):
                 None if self.attention == own else self.attention, "attn_implementation"
             )
         self.skeleton = skeleton.build(model, artifact, model.dtype)
+        hashes.tell(told)  # a model that does not fit is an error, with nothing else beside it
         self.joins = joins.find(self.skeleton)
         self.dtypes = {name: self.skeleton.dtype_of(name) for name, _ in model.named_parameters()}
 

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import download_weights_from_
 
 from w4pack.convert.errors import SourceError, UsageError
 from w4pack.convert.files.checkpoint import CONFIG
-from w4pack.convert.files.described import MANIFEST
+from w4pack.convert.files.manifestform import MANIFEST
 from w4pack.kernels import hashes, transfer
 from w4pack.kernels.vllm import completeness, source
 from w4pack.kernels.vllm.config import W4PackConfig

@@ -10,6 +10,7 @@ import pytest
 from runner import run
 from w4pack.convert import api
 from w4pack.convert.errors import Refused, VerifyError
+from w4pack.convert.files import checkpoint
 from w4pack.convert.files.checkpoint import open_checkpoint
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.jobs import manifest
@@ -22,8 +23,8 @@ LAYER = "model.layers.0.mlp.down_proj"
 def flip(folder: Path, tensor: str) -> None:
     """Change one bit of a tensor in place."""
     path = folder / "model.safetensors"
-    with open_checkpoint(LocalStore(folder)) as checkpoint:
-        at = checkpoint.tensors[tensor].offset + 5
+    with open_checkpoint(LocalStore(folder)) as opened:
+        at = opened.tensors[tensor].offset + 5
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.write_bytes(data)
@@ -145,9 +146,9 @@ def test_the_manifest_of_a_source_is_read_once(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is proved and what goes into the new manifest are one reading."""
-    art, read, reads = tmp_path / "art", manifest.of_store, []
+    art, read, reads = tmp_path / "art", checkpoint.read_manifest, []
     api.convert(source, art)
-    monkeypatch.setattr(manifest, "of_store", lambda *args: reads.append(args) or read(*args))
+    monkeypatch.setattr(checkpoint, "read_manifest", lambda store: reads.append(store) or read(store))
     api.convert(art, tmp_path / "out")
     assert len(reads) == 1
     assert manifest.load(tmp_path / "out")["original"] == manifest.load(art)["source"]

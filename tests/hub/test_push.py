@@ -32,7 +32,7 @@ def shard(name: str, size: int, seed: int) -> bytes:
 
 
 def manifest_of(files: dict[str, bytes], **more: Any) -> bytes:
-    """A manifest that names every tensor of the shards, hashed here."""
+    """A manifest that names every tensor of the shards, and config.json, hashed here."""
     tensors = {}
     for data in (d for n, d in files.items() if n.endswith(".safetensors")):
         (length,) = struct.unpack("<Q", data[:8])
@@ -41,18 +41,20 @@ def manifest_of(files: dict[str, bytes], **more: Any) -> bytes:
             tensors[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "sha256": sha}
     tool = {"name": "w4pack", "version": "0", "format": 1}
     value = {"schema": 1, "tool": tool, "target": "dense", "options": {}, "lossless": True}
-    value |= {"source": {}, "files": {}}
+    config = hashlib.sha256(files["config.json"]).hexdigest()
+    value |= {"source": {}, "files": {"config.json": config}}
     return json.dumps({**value, "layers": {}, "tensors": tensors, **more}).encode()
 
 
 def files_of(seed: int = 0) -> dict[str, bytes]:
     index = {"metadata": {}, "weight_map": {f"t{i}": name for i, name in enumerate(SHARDS)}}
     shards = {name: shard(f"t{i}", 20_000 + i, seed + i) for i, name in enumerate(SHARDS)}
+    config = json.dumps({"seed": seed}).encode()
     return {
         **shards,
         "model.safetensors.index.json": json.dumps(index).encode(),
-        "config.json": json.dumps({"seed": seed}).encode(),
-        "w4pack.json": manifest_of(shards),
+        "config.json": config,
+        "w4pack.json": manifest_of({**shards, "config.json": config}),
         "tokenizer.json": b"t" * 9000,
         "chat/template.jinja": b"{{ x }}",
         "README.md": CARD.encode(),

@@ -67,14 +67,16 @@ def manifest(folder: Path, edit: Any) -> None:
     path.write_text(json.dumps(edit(value)))
 
 
-@pytest.mark.parametrize("keys", [["dtype"], ["shape"], ["dtype", "shape"]])
-def test_a_manifest_that_does_not_tell_is_not_asked(keys: list[str], made: Path) -> None:
+@pytest.mark.parametrize("key", ["dtype", "shape", "sha256"])
+def test_a_manifest_that_does_not_tell_is_an_error(key: str, made: Path) -> None:
     def edit(value: dict[str, Any]) -> dict[str, Any]:
-        entries = value["tensors"].items()
-        return {**value, "tensors": {n: {k: v for k, v in e.items() if k not in keys} for n, e in entries}}
+        del value["tensors"]["table"][key]
+        return value
 
     manifest(made, edit)
-    open_artifact(made)
+    with pytest.raises(SourceError) as caught:
+        open_artifact(made)
+    assert caught.value.where == f"{made / 'w4pack.json'}: tensors.table.{key}"
 
 
 def test_tensors_that_only_one_of_them_knows_are_left_to_the_model(made: Path) -> None:
@@ -82,12 +84,13 @@ def test_tensors_that_only_one_of_them_knows_are_left_to_the_model(made: Path) -
     open_artifact(made)
 
 
-@pytest.mark.parametrize("tensors", [[], None, {"table": None}, {"table": 3}])
+@pytest.mark.parametrize("tensors", [[], {}, None, {"table": None}, {"table": 3}])
 def test_a_manifest_of_another_form_is_an_error(tensors: Any, made: Path) -> None:
     manifest(made, lambda v: {**v, "tensors": tensors})
     with pytest.raises(SourceError) as caught:
         open_artifact(made)
-    assert (caught.value.code, caught.value.where) == ("manifest", str(made / "w4pack.json"))
+    where = "tensors.table" if tensors and "table" in tensors else "tensors"
+    assert (caught.value.code, caught.value.where) == ("manifest", f"{made / 'w4pack.json'}: {where}")
 
 
 def test_a_weight_that_lies_the_other_way_round_is_told_by_the_size_it_must_have(tmp_path: Path) -> None:

@@ -64,9 +64,10 @@ def test_lost_records_are_told_by_the_options_of_the_manifest(change: Change, co
     edit(copy, change)
     error = measured(copy, book).expect(1).error
     assert error["code"] == "artifact-online" and "lost what runs between the layers" in error["what"]
-    assert "as the options in w4pack.json say" in checked(copy)
-    (told,) = run("inspect", copy, "--json").expect(0).data["warnings"]
-    assert "as the options in w4pack.json say" in told["expected"]
+    assert "the records that w4pack.json tells of" in checked(copy)
+    edited, told = run("inspect", copy, "--json").expect(0).data["warnings"]
+    assert edited["found"] == "others of quantization_config, which are taken as they are"
+    assert "the records that w4pack.json tells of" in told["expected"]
     (copy / "w4pack.json").unlink()
     assert GUIDE in measured(copy, book).expect(3).error["expected"]
     assert GUIDE in checked(copy)
@@ -75,15 +76,13 @@ def test_lost_records_are_told_by_the_options_of_the_manifest(change: Change, co
 @pytest.mark.parametrize(
     "content", ["", "[]", "{", '{"options": ', '{"options": 5}', '{"options": {"quantize": 5}}']
 )
-def test_a_manifest_that_tells_nothing_is_no_bug(content: str, copy: Path, book: Path) -> None:
+def test_a_manifest_that_tells_nothing_is_refused(content: str, copy: Path, book: Path) -> None:
     edit(copy, lambda q: q.pop("online"))
     (copy / "w4pack.json").write_text(content)
-    if content.endswith("}"):
-        assert GUIDE in checked(copy)
-    else:  # the loader cannot read it either
-        error = run("check", copy, "--engine", "w4pack", "--json").expect(1).error
-        assert error["what"] == "the manifest cannot be read"
-    measured(copy, book).expect(3)
+    error = run("check", copy, "--engine", "w4pack", "--json").expect(1).error
+    what = "the manifest is damaged" if content.endswith("}") else "the manifest cannot be read"
+    assert (error["code"], error["what"]) == ("manifest", what)
+    assert measured(copy, book).expect(1).error == error
 
 
 def test_a_stray_guide_is_told(copy: Path, book: Path) -> None:
@@ -104,13 +103,14 @@ def test_exchanged_tensors_are_told_by_eval(against: bool, copy: Path, made: Pat
     assert one in error["where"] and two in error["where"]
 
 
-def test_a_manifest_whose_samples_are_no_text_is_no_bug(copy: Path, book: Path) -> None:
+@pytest.mark.parametrize("odd", [[], 5, None, {}])
+def test_a_manifest_whose_samples_are_no_text_is_refused(odd: Any, copy: Path, book: Path) -> None:
     path = copy / "w4pack.json"
     value = json.loads(path.read_text())
-    for entry, odd in zip(value["tensors"].values(), ([], 5, None, {}), strict=False):
-        entry["sample"] = odd
+    value["tensors"]["model.norm.weight"]["sample"] = odd
     path.write_text(json.dumps(value))
-    measured(copy, book).expect(0)
+    error = measured(copy, book).expect(1).error
+    assert error["where"] == f"{path}: tensors.model.norm.weight.sample" and error["expected"] == "text"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_what_was_changed_without_a_trace_elsewhere_is_a_warning(copy: Path, boo
     tensors["model.norm.weight"] += 1
     save_file(tensors, path, metadata={"format": "pt"})
     path = copy / "config.json"
-    path.write_text(path.read_text() + "\n")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-4}))
     told = measured(copy, book).expect(0).data["warnings"]
     wanted = [("file-edited", str(path)), ("tensor-changed", "model.norm.weight")]
     assert [(w["code"], w["where"]) for w in told if w not in before] == wanted
@@ -237,16 +237,21 @@ def test_a_manifest_that_the_loader_cannot_read_is_refused_by_eval(
     whole = json.loads(path.read_text())
     path.write_text(content if isinstance(content, str) else json.dumps({**whole, **content}))
     error = measured(copy, book).expect(1).error
-    assert error["code"] == "manifest" and error["what"] == "the manifest cannot be read"
-    with pytest.raises(SourceError, match="the manifest cannot be read"):
-        hashes.check_samples(open_artifact(copy, online=True))
+    assert error["code"] == "manifest"
+    with pytest.raises(SourceError) as caught:
+        open_artifact(copy, online=True)
+    own = caught.value
+    assert (own.what, own.where, own.expected, own.found) == tuple(
+        error[part] for part in ("what", "where", "expected", "found")
+    )
 
 
 @pytest.mark.parametrize("report", [5, None, [], {"calibration": 5}, {"calibration": {"sketch": 5}}])
-def test_a_report_of_another_shape_is_no_bug(report: Any, copy: Path, book: Path) -> None:
+def test_a_report_of_another_shape_is_refused(report: Any, copy: Path, book: Path) -> None:
     path = copy / "w4pack.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization": report}))
-    measured(copy, book).expect(0)
+    error = measured(copy, book).expect(1).error
+    assert error["code"] == "manifest" and error["where"].startswith(f"{path}: quantization")
 
 
 def with_guides(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -193,6 +193,8 @@ def test_a_config_that_was_edited_is_taken_with_a_warning(way: str, tmp_path: Pa
     path.write_text(json.dumps(config | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}))
     with told() as texts:
         WAYS[way](folder)
+    keys = "num_attention_heads, num_key_value_heads, head_dim"
     assert texts == [
-        f"{path}: expected the file as it was written, found another, which is taken as it is [file-edited]"
+        f"{path}: expected the values that were written, found others of {keys}, which are taken as they are "
+        "[file-edited]"
     ]
