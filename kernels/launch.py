@@ -21,7 +21,6 @@ CUDA_CORE = ("running on a GPU", ("cuda-core",), "gpu")
 SPARE_WORKSPACES = 1  # made with the first one: a stream met during a graph capture cannot allocate
 # (26 MB each on 132 multiprocessors: loading may need 64 MiB beside the tensors; later ones are the driver's)
 _lock = threading.Lock()
-
 _devices: dict[int, "Device"] = {}
 _devices_lock = threading.Lock()
 
