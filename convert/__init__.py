@@ -19,8 +19,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    from w4pack.convert.parameters import in_python
+
     module = {"check": "questions", "inspect": "questions", "evaluate": "measure"}.get(name, "api")
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    return in_python(getattr(import_module(f"{__name__}.{module}"), name))
 
 
 def __dir__() -> list[str]:

@@ -50,6 +50,11 @@ class W4PackError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
+        """Return the text form; of Python's API, also what the options that it names are there."""
+        named = "" if self.in_python is None else f"\n\nin Python: {self.in_python}"
+        return self._told() + named
+
+    def _told(self) -> str:
         """Return the text form; of several problems the first few of each rule, with a count of the rest."""
         if len(self.problems) < 2 or self.tells_all:
             return self._text()
@@ -69,6 +74,7 @@ class W4PackError(Exception):
         return "\n".join(lines)
 
     problems: tuple["W4PackError", ...] = ()
+    in_python: str | None = None  # what the options that it names are called in Python
     tells_all = False  # its own fields tell of all problems at once
 
     def to_json(self) -> dict[str, object]:
