@@ -99,7 +99,7 @@ def _verify_now(out: Path, source: Source | None, label: str, running: Running) 
     from w4pack.convert.jobs.verify import verify_output
 
     with open_checkpoint(LocalStore(out)) as made:
-        proof = verify_output(made, manifest.load(out), source, str(out), label, running.workers)
+        proof = verify_output(made, manifest.of(made), source, str(out), label, running.workers)
     if not proof.ok:
         first = proof.failures[0]
         raise VerifyError(
@@ -144,13 +144,13 @@ def verify(
     workers = Running(threads=threads).workers
     with open_checkpoint(LocalStore(folder)) as made:
         if against is None:
-            proof = verify_output(made, manifest.load(folder), None, str(out), None, workers)
+            proof = verify_output(made, manifest.of(made), None, str(out), None, workers)
         else:
             with opened(against, where or Where(), reporter) as (checkpoint, _):
                 if not (folder / manifest.NAME).exists():
                     proof = compare_plain(made, checkpoint, str(out), str(against))
                 else:
-                    value = manifest.load(folder)
+                    value = manifest.of(made)
                     options = _recorded(value, folder)
                     _refuse_quantized(options, str(out), str(against))
                     source = read_source(checkpoint, detect_options(options))
@@ -204,10 +204,9 @@ def unpack(
 
     running = running or Running()
     with opened(path, where or Where(), running.reporter) as (checkpoint, _):
-        folder = folder_of(checkpoint)
-        if folder is None:
+        if folder_of(checkpoint) is None:
             raise ValueError("an artifact is unpacked from a folder")
-        value = manifest.load(folder)
+        value = manifest.of(checkpoint)
         source = read_source(checkpoint, DetectOptions())
         settle_place(checkpoint, Path(out), running)
         return unpack_source(source, value, Path(out), running)

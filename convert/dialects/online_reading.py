@@ -14,6 +14,7 @@ from w4pack.convert.dialects.online import (
     KVQuant,
     Online,
 )
+from w4pack.convert.dialects.reading import shown
 from w4pack.convert.errors import Refused, UsageError, W4PackError
 
 CLIP_KEYS = tuple(map(str, RUN_CODES))
@@ -104,7 +105,8 @@ class _Reader:
         return self.act_quant() if kind == "act_quant" else self.kv_quant()
 
     def wrong(self, key: str, expected: str, found: Any) -> None:
-        self.problems.append(_refused(f"{self.where}{key}", expected, found))
+        text = found if isinstance(found, str) else "nothing" if found is None else shown(found)
+        self.problems.append(_refused(f"{self.where}{key}", expected, text))
 
     def hadamard(self) -> Hadamard:
         site, order, block = self.one_of("site", HADAMARD_SITES), self.number("order"), self.number("block")

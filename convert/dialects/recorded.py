@@ -38,14 +38,13 @@ def changed(records: Online, manifest: Mapping[str, Any], folder: str) -> Iterat
     """
     options = manifest.get("options", {})
     asked = options.get("quantize") or {}
-    written = manifest.get("rotation", {}).get("online")
+    written = transforms(manifest, folder)
     told = manifest.get("quantization", {}).get(FINGERPRINT)
     if not records:
         if written or told or _ran_online(options.get("rotate"), asked):
             yield _lost(folder)
         return
-    transforms = records.hadamard if written is None else _parsed(written, folder)
-    found = [*_transforms(records, transforms), *_quantizers(records, asked)]
+    found = [*_transforms(records, written), *_quantizers(records, asked)]
     own = fingerprint(records)
     if not found and told is not None and told != own:
         found.append(("", f"records with the sha256 {told}", f"others, with {own}"))
@@ -63,17 +62,25 @@ def changed(records: Online, manifest: Mapping[str, Any], folder: str) -> Iterat
 Difference = tuple[str, str, str]  # site, what was written, what is there
 
 
-def _parsed(told: Any, folder: str) -> tuple[Hadamard, ...]:
-    """Return the transforms of a manifest's rotation. Raises SourceError where they are none."""
+def transforms(manifest: Mapping[str, Any], folder: str) -> tuple[Hadamard, ...] | None:
+    """Return the transforms of a manifest's rotation, None where it tells of no rotation.
+
+    Raises SourceError for records that are no transforms.
+    """
+    told = manifest.get("rotation", {}).get("online")
+    if told is None:
+        return None
     try:
-        return parse(told).hadamard
+        return parse(told, "rotation").hadamard
     except W4PackError as err:
-        expected = err.expected or "transforms as in config.json"
-        raise damaged(f"{folder}/{MANIFEST}", "rotation.online", expected, err.found or err.what) from err
+        member, expected = err.where or "rotation.online", err.expected or "transforms"
+        raise damaged(f"{folder}/{MANIFEST}", member, expected, err.found or "others") from err
 
 
-def _transforms(records: Online, written: tuple[Hadamard, ...]) -> Iterator[Difference]:
-    """Yield the transforms that are not those that were ``written``."""
+def _transforms(records: Online, written: tuple[Hadamard, ...] | None) -> Iterator[Difference]:
+    """Yield the transforms that are not those that were ``written``; None: nothing tells."""
+    if written is None:
+        return
     for record in written:
         if record not in records.hadamard:
             own = [h for h in records.hadamard if h.site == record.site and h not in written]

@@ -103,7 +103,7 @@ def prove(out: Path) -> bool:
     SourceError for a manifest that cannot be read.
     """
     with open_checkpoint(LocalStore(out)) as made:
-        proof = verify_output(made, manifest.load(out), None, str(out), None, len(os.sched_getaffinity(0)))
+        proof = verify_output(made, manifest.of(made), None, str(out), None, len(os.sched_getaffinity(0)))
     if not proof.ok:
         first = proof.failures[0]
         raise VerifyError(

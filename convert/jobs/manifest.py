@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from w4pack.convert.dialects.recorded import transforms
 from w4pack.convert.errors import SourceError
 from w4pack.convert.files import manifestform
 from w4pack.convert.files.checkpoint import Checkpoint
@@ -171,8 +172,19 @@ def _entries(entries: Entries, pad: str) -> Iterator[str]:
     yield f"\n{pad}}}"
 
 
+def of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the manifest of an open output. Raises as ``load``."""
+    value = checkpoint.manifest()
+    if value is None:
+        raise _absent(checkpoint.label)
+    transforms(value, checkpoint.label)
+    return value
+
+
 def load(folder: Path) -> dict[str, Any]:
-    """Read the manifest of an output. Raises SourceError if there is none; else as ``manifestform.parse``."""
+    """Read the manifest of an output. Raises as ``manifestform.parse``, and SourceError if there is none, or
+    none that can be understood.
+    """
     path = folder / NAME
     try:
         if path.stat().st_size > LIMIT:
@@ -184,12 +196,18 @@ def load(folder: Path) -> dict[str, Any]:
             )
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise SourceError(
-            "not an output of w4pack: it has no manifest",
-            code="no-manifest",
-            where=str(path),
-            hint=f"`w4pack inspect {folder}` says what it is",
-        ) from None
+        raise _absent(str(folder)) from None
     except OSError as err:
         raise manifestform.unreadable(str(path), err.strerror) from err
-    return manifestform.parse(raw, str(path))
+    value = manifestform.parse(raw, str(path))
+    transforms(value, str(folder))
+    return value
+
+
+def _absent(folder: str) -> SourceError:
+    return SourceError(
+        "not an output of w4pack: it has no manifest",
+        code="no-manifest",
+        where=f"{folder}/{NAME}",
+        hint=f"`w4pack inspect {folder}` says what it is",
+    )

@@ -4,6 +4,7 @@ Loaders ask the same of an artifact (``kernels.artifact``, ``kernels.hashes``), 
 """
 
 from w4pack.convert.core.facts import Warning_
+from w4pack.convert.dialects.recorded import transforms
 from w4pack.convert.errors import Refused, SourceError, W4PackError
 from w4pack.convert.files.checkpoint import CONFIG
 from w4pack.convert.files.described import edited, missing, relabelled, unmatched
@@ -17,8 +18,9 @@ def is_artifact(source: Source) -> bool:
 
 def unusable(source: Source) -> tuple[W4PackError, ...]:
     """Return why the manifest of a checkpoint cannot be used; nothing where it can, or there is none."""
+    checkpoint = source.checkpoint
     try:
-        source.checkpoint.manifest()
+        transforms(checkpoint.manifest() or {}, checkpoint.label)
     except (SourceError, Refused) as err:
         return (err,)
     return ()

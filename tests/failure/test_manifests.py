@@ -52,7 +52,7 @@ def put(folder: Path, path: str, value: Any) -> None:
     *above, last = members(path)
     holder = manifest
     for key in above:
-        holder = holder[key]
+        holder = holder.setdefault(key, {})
     if value is GONE:
         del holder[last]
     else:
@@ -105,7 +105,7 @@ FORMS: dict[str, tuple[Any, str, str]] = {  # member -> value, what is expected,
     "layers": ("x" * 200, "an object", '"' + "x" * 76 + "..."),
     f"layers.{NAME}": (None, "an object", "null"),
     "quantization": ([], "an object", "[]"),
-    "rotation": ({"online": [3]}, "an object", "3"),
+    "rotation.online": ({}, "a list of objects", "{}"),
     "unpack": (None, "an object", "null"),
     "unpack.configs": (["x"], "an object", '["x"]'),
     f"unpack.layers.{NAME}": (list(range(99)), "an object", "a list"),
@@ -116,11 +116,28 @@ FORMS: dict[str, tuple[Any, str, str]] = {  # member -> value, what is expected,
 def test_a_member_of_another_type_is_named_alike(member: str, art: Path, tmp_path: Path) -> None:
     value, expected, found = FORMS[member]
     put(art, member.strip(), value)
-    where = f"{art}/w4pack.json: {member.strip()}" + (".online.0" if member == "rotation" else "")
+    where = f"{art}/w4pack.json: {member.strip()}"
     for command, error in told(art, tmp_path / "out").items():
         assert (error["code"], error["exit"], error["what"]) == ("manifest", 1, "the manifest is damaged")
         assert (error["where"], error["expected"], error["found"]) == (where, expected, found), command
         assert "from where the weights are from" in error["hint"]
+
+
+ROTATIONS: dict[str, tuple[Any, str, str]] = {  # member below `rotation` -> records, expected, found
+    "online.0": ([3], "an object", "3"),
+    "online.0.kind": ([{}], "hadamard, act_quant, kv_quant", "nothing"),
+    "online.0.site": ([{"kind": "hadamard", "site": "hall"}], "residual_read, qk, attn_out, mlp_mid", "hall"),
+}
+
+
+@pytest.mark.parametrize("member", ROTATIONS)
+def test_transforms_that_are_none_are_named_alike(member: str, art: Path, tmp_path: Path) -> None:
+    records, expected, found = ROTATIONS[member]
+    put(art, "rotation", {"online": records})
+    for command, error in told(art, tmp_path / "out").items():
+        assert (error["code"], error["exit"]) == ("manifest", 1), command
+        assert error["where"] == f"{art}/w4pack.json: rotation.{member}"
+        assert (error["expected"], error["found"]) == (expected, found), command
 
 
 FILES = {
@@ -153,6 +170,15 @@ def test_another_version_is_refused_alike(member: str, art: Path, tmp_path: Path
         assert error["where"] == f"{art}/w4pack.json: {member}"
         assert (error["expected"], error["found"]) == ("1", "2, written by w4pack 9.9")
         assert error["hint"] == "use the version of w4pack that wrote it, or a later one"
+
+
+def test_the_folder_is_named_as_it_was_given(
+    art: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(art, "schema", 2)
+    monkeypatch.chdir(tmp_path)
+    for command in (("verify", "art"), ("check", "art"), ("unpack", "art", "out"), ("convert", "art", "out")):
+        assert run(*command, "--json").expect(3).error["where"] == "art/w4pack.json: schema"
 
 
 def test_members_that_are_not_known_are_left_alone(art: Path) -> None:
