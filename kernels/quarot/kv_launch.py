@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from w4pack.convert.rotate.constructions import matrix
-from w4pack.kernels import arguments, launch, tensor_maps
+from w4pack.kernels import arguments, launch
 from w4pack.kernels.checks import require
 from w4pack.kernels.quarot import kv_layout, kv_tiles
 from w4pack.kernels.quarot.calls import Append, Attention
@@ -220,7 +220,6 @@ def _prefill_unpacked(call: _Attention) -> None:
     items = group * -(-tokens // kv_tiles.flash_queries(size))  # of one sequence and KV head
     tiles, pair_bytes = kv_tiles.flash_tiles(size, call.slots)
     at_once = kv_tiles.pairs_at_once(every, pair_bytes, items, card.multiprocessors)
-    tile_rows = pair_bytes // (2 * tiles) // 1024
     unpacked = torch.empty(at_once * pair_bytes, dtype=torch.uint8, device=q.device)
     for first in range(0, every, at_once):
         pairs = min(at_once, every - first)
@@ -247,9 +246,7 @@ def _prefill_unpacked(call: _Attention) -> None:
             kv_tiles.flash_shared(size),
             call.stream,
             q.data_ptr(),
-            tensor_maps.runs(
-                card, unpacked.data_ptr(), (at_once * pair_bytes // 1024, 1), 1024, (tile_rows, 1)
-            ),
+            unpacked.data_ptr(),
             *call.span,
             call.out.data_ptr(),
             *call.turn,
