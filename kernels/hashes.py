@@ -13,6 +13,7 @@ from w4pack.convert.files import samples
 from w4pack.convert.files.checkpoint import CONFIG
 from w4pack.convert.files.described import edited, missing, of_tensors, unmatched
 from w4pack.convert.files.exchanged import refuse_exchanged
+from w4pack.convert.files.jsonfile import MAX_CONFIG
 from w4pack.convert.files.local import LocalStore
 from w4pack.convert.files.manifestform import MANIFEST
 from w4pack.convert.files.tensorfile import TensorInfo
@@ -66,9 +67,10 @@ def check_samples(artifact: Artifact) -> tuple[Warning_, ...]:
             return samples.digest(opened[info.file].read, info.offset, info.nbytes)
 
         changed = refuse_exchanged(infos, written, sample, str(artifact.folder))
-    with LocalStore(artifact.folder) as store:
-        told = edited(store, CONFIG, manifest)
-    return (*told, *unmatched(artifact.tensors, manifest, str(artifact.folder)), *changed)
+    folder = str(artifact.folder)
+    with LocalStore(folder) as store:
+        told = edited(store.read(CONFIG, MAX_CONFIG), manifest, folder)
+    return (*told, *unmatched(artifact.tensors, manifest, folder), *changed)
 
 
 def tell(found: Iterable[Warning_]) -> None:

@@ -102,20 +102,19 @@ def _canonical(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def edited(store: Store, name: str, manifest: Mapping[str, Any]) -> tuple[Warning_, ...]:
-    """Return a warning where a settings file says something else than was written; none where it does not.
+def edited(raw: bytes, manifest: Mapping[str, Any], folder: str) -> tuple[Warning_, ...]:
+    """Return a warning where config.json, ``raw``, says something else than was written; none where not.
 
     People edit them on purpose. But heads of another number and size, say, may have weights of the same
     shapes, and compute another model. The first manifests have the hash of the file alone.
     """
-    raw = store.read(name, LIMIT)
-    if hashlib.sha256(raw).hexdigest() == manifest["files"][name]:
+    if hashlib.sha256(raw).hexdigest() == manifest["files"]["config.json"]:
         return ()
-    where, told = f"{store.label}/{name}", manifest.get("config")
+    where, told = f"{folder}/config.json", manifest.get("config")
     if told is None:
         found = "another, which is taken as it is"
         return (Warning_("file-edited", where, "the file as it was written", found),)
-    own = settings(parse_object(raw, name))
+    own = settings(parse_object(raw, where))
     keys = [key for key in {**told, **own} if told.get(key) != own.get(key) and key not in IDLE]
     if not keys:
         return ()

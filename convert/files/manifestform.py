@@ -220,7 +220,7 @@ SOURCE = _Object(
     {}, {"origin": _OrNull(_Object({}, {}, TEXT)), "files": _List("a list of objects", SOURCE_FILE)}
 )
 BITS = _Object({}, {"act_bits": WHOLE, "kv_bits": WHOLE})
-OPTIONS = _Object({}, {"rotate": TEXT, "quantize": _OrNull(BITS)})
+OPTIONS = _Object({}, {"to": TEXT, "rotate": TEXT, "quantize": _OrNull(BITS)})
 QUANTIZATION = _Object(
     {}, {"online": SHA256, "calibration": _OrNull(_Object({}, {"sketch": _List("a list of text", TEXT)}))}
 )

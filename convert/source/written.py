@@ -6,7 +6,6 @@ Loaders ask the same of an artifact (``kernels.artifact``, ``kernels.hashes``), 
 from w4pack.convert.core.facts import Warning_
 from w4pack.convert.dialects.recorded import transforms
 from w4pack.convert.errors import Refused, SourceError, W4PackError
-from w4pack.convert.files.checkpoint import CONFIG
 from w4pack.convert.files.described import edited, missing, relabelled, unmatched
 from w4pack.convert.source.detect import Source
 
@@ -50,4 +49,5 @@ def warnings_of(source: Source) -> tuple[Warning_, ...]:
     if manifest is None:
         return (missing(checkpoint.label),) if is_artifact(source) else ()
     other = unmatched(checkpoint.tensors, manifest, checkpoint.label) if is_artifact(source) else ()
-    return (*edited(checkpoint.store, CONFIG, manifest), *other)
+    raw = checkpoint.config_raw
+    return (*(() if raw is None else edited(raw, manifest, checkpoint.label)), *other)

@@ -197,6 +197,13 @@ def test_a_manifest_of_a_portable_output_is_no_matter_of_engines(tmp_path: Path)
     run("convert", out, tmp_path / "back", "--to", "dense").expect(1, "the manifest is damaged")
 
 
+def test_a_portable_output_without_a_config_is_still_inspected(tmp_path: Path) -> None:
+    out = tmp_path / "gptq"
+    run("convert", DEMO, out, "--to", "gptq", "--regroup", "-q").expect(0)
+    (out / "config.json").unlink()
+    run("inspect", out).expect(0)
+
+
 # ---- warnings of check, as loaders and eval give them ------------------------------------------------------
 
 
