@@ -173,6 +173,7 @@ def candidates_for(path: str | None, m: int, n: int, k: int, multiprocessors: in
         return []
     rows = [tiles.Tile(str(r[0]), *map(int, r[1:])) for r in json.loads(Path(path).read_text())]
     fit = [t for t in rows if t.tokens <= max(8, 2 * m) and m <= 8 * t.tokens]
+    fit = [t for t in fit if tiles.can_cut(t, multiprocessors, m, n, k)]
     return [tiles.Launch(t, g) for t in fit for g in grids(t, multiprocessors, m, n, k)]
 
 
@@ -180,6 +181,8 @@ def grids(tile: tiles.Tile, multiprocessors: int, m: int, n: int, k: int) -> lis
     """Return the grids worth trying: all blocks, and the most that cut every tile alike."""
     whole = tiles.grid(tile, multiprocessors, m, n, k)
     count = -(-m // tile.tokens) * -(-n // tile.columns)
+    if tile.sharing == tiles.SHARED_EVENLY:
+        return [whole]
     even = [count * s for s in range(1, 9) if count * s <= multiprocessors * tile.blocks]
     return list(dict.fromkeys([whole, *even[-2:]]))
 

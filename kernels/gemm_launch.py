@@ -77,13 +77,12 @@ def _operands(card: launch.Device, tile: tiles.Tile, x: "Tensor", packed: Packed
     weight, scales, _, bits, group_size = packed
     if not tile.producer:
         return x.data_ptr(), weight.data_ptr(), scales.data_ptr()
-    (m, k), (groups, n) = x.shape, scales.shape
+    addresses, (m, k), (groups, n) = (weight.data_ptr(), scales.data_ptr()), x.shape, scales.shape
     row = x.stride(0) if m > 1 else k
     of_unit = 1 if group_size == -1 else max(1, tile.unit // group_size)
     return (
         tensor_maps.boxes(card, x.data_ptr(), m, k, row, tile.tokens),
-        tensor_maps.weights(card, weight.data_ptr(), k, n, bits, tile.unit // 16, tile.columns),
-        tensor_maps.scale_rows(card, scales.data_ptr(), groups, n, of_unit, tile.columns),
+        *tensor_maps.packed(card, addresses, k, n, bits, groups, (tile.unit, of_unit), tile.columns),
     )
 
 

@@ -66,6 +66,7 @@ class Device:
     workspaces: dict[int, Workspace] = field(default_factory=dict)
     spare: list[Workspace] = field(default_factory=list)
     maps: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    weight_maps: dict[tuple[object, ...], tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def programmatic(self) -> bool:

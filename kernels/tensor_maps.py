@@ -6,7 +6,7 @@ from typing import Any
 from w4pack.kernels.launch import Device
 from w4pack.kernels.tiles import CHUNK_N
 
-MAPS_KEPT = 4096  # one for each address and shape: of activations, weights and scales
+MAPS_KEPT = 4096  # of activations, one for each address and shape; of weights as many
 BOX_COLUMNS = 64  # 16-bit values: the 128 bytes that the swizzle spans
 
 
@@ -26,12 +26,14 @@ HALVES = _Kind("<f2", True)
 WORDS = _Kind("<f8", False)  # the widest: a box spans at most 256 values
 
 
+# What a map is made of: address, shape, steps from value to value, box, values.
+Form = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], _Kind]
+
+
 class _Values:
     """Values on a card, for a map of them: only an address, so that nothing is kept alive."""
 
-    def __init__(
-        self, pointer: int, shape: tuple[int, ...], steps: tuple[int, ...], kind: _Kind = HALVES
-    ) -> None:
+    def __init__(self, pointer: int, shape: tuple[int, ...], steps: tuple[int, ...], kind: _Kind) -> None:
         self.__cuda_array_interface__ = {
             "shape": shape,
             "strides": tuple(kind.bytes * step for step in steps),
@@ -68,45 +70,65 @@ def lines(card: Device, pointer: int, shape: tuple[int, int, int], row: int, box
     return _kept(card, pointer, shape, (row, shape[2], 1), (1, box_lines, BOX_COLUMNS))
 
 
-def runs(card: Device, pointer: int, shape: tuple[int, int], run: int, box: tuple[int, int]) -> Any:
-    """Return a map of rows of runs of bytes, for boxes of whole runs, as they lie: packed weights and scales.
+def weights(pointer: int, k: int, n: int, bits: int, unit_tiles: int, columns: int) -> Form:
+    """Return the form of a map of a packed weight (K / 16, N * bits / 2): boxes of a unit's tiles."""
+    return _runs(pointer, (k // 16, n // CHUNK_N), 128 * bits, (unit_tiles, columns // CHUNK_N))
+
+
+def scale_rows(pointer: int, groups: int, n: int, unit_groups: int, columns: int) -> Form:
+    """Return the form of a map of scales (groups, N) in 16 bit: boxes of a unit's groups."""
+    return _runs(pointer, (groups, n // CHUNK_N), 2 * CHUNK_N, (unit_groups, columns // CHUNK_N))
+
+
+def _runs(pointer: int, shape: tuple[int, int], run: int, box: tuple[int, int]) -> Form:
+    """Return rows of runs of bytes, in boxes of whole runs, as they lie; past the rows come zeros."""
+    words = run // WORDS.bytes
+    return (pointer, (*shape, words), (shape[1] * words, words, 1), (*box, words), WORDS)
+
+
+def packed(
+    card: Device,
+    addresses: tuple[int, int],
+    k: int,
+    n: int,
+    bits: int,
+    groups: int,
+    unit: tuple[int, int],
+    columns: int,
+) -> tuple[Any, Any]:
+    """Return the maps of a packed weight and of its scales: kept beside those of activations, found at once.
 
     Args:
         card: the device.
-        pointer: address of the first byte, a multiple of 16.
-        shape: (rows, runs of a row); what lies past them arrives as zeros.
-        run: bytes of a run, a multiple of 16, at most 2048.
-        box: (rows, runs of a row) of a box, at most 256 each.
+        addresses: of the weight and of its scales.
+        k: rows of the weight.
+        n: columns.
+        bits: 4 or 8.
+        groups: rows of the scales.
+        unit: rows of K, and groups, of a box.
+        columns: of a box.
     """
-    words = run // WORDS.bytes
-    steps = (shape[1] * words, words, 1)
-    return _kept(card, pointer, (*shape, words), steps, (*box, words), WORDS)
-
-
-def weights(card: Device, pointer: int, k: int, n: int, bits: int, unit_tiles: int, columns: int) -> Any:
-    """Return a map of a packed weight (K / 16, N * bits / 2), for boxes of a unit's tiles of some columns."""
-    return runs(card, pointer, (k // 16, n // CHUNK_N), 128 * bits, (unit_tiles, columns // CHUNK_N))
-
-
-def scale_rows(card: Device, pointer: int, groups: int, n: int, unit_groups: int, columns: int) -> Any:
-    """Return a map of scales (groups, N) in 16 bit, for boxes of a unit's groups of some columns."""
-    return runs(card, pointer, (groups, n // CHUNK_N), 2 * CHUNK_N, (unit_groups, columns // CHUNK_N))
+    key = (addresses, k, n, bits, groups, unit, columns)
+    found = card.weight_maps.get(key)
+    if found is None:
+        if len(card.weight_maps) >= MAPS_KEPT:
+            card.weight_maps.clear()
+        found = card.weight_maps[key] = (
+            _make(*weights(addresses[0], k, n, bits, unit[0] // 16, columns)),
+            _make(*scale_rows(addresses[1], groups, n, unit[1], columns)),
+        )
+    return found
 
 
 def _kept(
-    card: Device,
-    pointer: int,
-    shape: tuple[int, ...],
-    steps: tuple[int, ...],
-    box: tuple[int, ...],
-    kind: _Kind = HALVES,
+    card: Device, pointer: int, shape: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
-    key = (pointer, shape, steps, box, kind)
+    key = (pointer, shape, steps, box)
     found = card.maps.get(key)
     if found is None:
         if len(card.maps) >= MAPS_KEPT:
             card.maps.clear()
-        found = card.maps[key] = _make(*key)
+        found = card.maps[key] = _make(*key, HALVES)
     return found
 
 

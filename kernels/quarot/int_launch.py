@@ -123,8 +123,9 @@ def _operands(card: launch.Device, product: Product, tile: tiles.Tile, steps: in
     return (
         tensor_maps.boxes(card, codes, m, pairs, row, tile.tokens),
         act_scales,
-        tensor_maps.weights(card, weight, product.k, n, product.bits, unit // 16, tile.columns),
-        tensor_maps.scale_rows(card, scales, groups, n, of_unit, tile.columns),
+        *tensor_maps.packed(
+            card, (weight, scales), product.k, n, product.bits, groups, (unit, of_unit), tile.columns
+        ),
         scales,
     )
 

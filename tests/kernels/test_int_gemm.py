@@ -301,7 +301,8 @@ def test_large_products_take_the_tile_with_the_fewest_clocks() -> None:
 
     assert tokens(8192, 57344, 8192) == 192
     assert tokens(2048, 4096, 4096) == 128  # two whole rounds: less than 1.33 rounds of 192 with an exchange
-    assert tokens(4096, 4096, 4096) == tokens(2048, 4096, 14336) == 192
+    assert tokens(4096, 4096, 4096) == tokens(2048, 4096, 14336) == 128
+    assert tokens(2048, 6144, 4096) == tokens(4096, 28672, 4096) == 192
     assert tokens(100, 57344, 8192) == 128  # one block of tokens
 
 

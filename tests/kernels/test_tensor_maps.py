@@ -44,12 +44,12 @@ def _producers() -> list[tuple[tiles.Tile, int, int]]:
 
 
 @pytest.mark.parametrize("n", [64, 320, 28672])
-def test_boxes_are_what_the_copy_engine_takes_and_a_stage_expects(card: launch.Device, n: int) -> None:
+def test_boxes_are_what_the_copy_engine_takes_and_a_stage_expects(n: int) -> None:
     assert len(_producers()) > 10
     for tile, unit, bits in _producers():
         chunks = tile.columns // 64
-        weight = tensor_maps.weights(card, 0, 4096, n, bits, unit // 16, tile.columns)
-        scales = tensor_maps.scale_rows(card, 0, 4096 // 64, n, max(1, unit // 64), tile.columns)
+        weight = tensor_maps.weights(0, 4096, n, bits, unit // 16, tile.columns)
+        scales = tensor_maps.scale_rows(0, 4096 // 64, n, max(1, unit // 64), tile.columns)
         for made in (weight, scales):
             assert max(made[3]) <= MOST_OF_A_BOX and made[3][-1] == made[1][-1]
             assert all(stride % ALIGNED == 0 for stride in _strides(made)[:-1])
@@ -59,12 +59,10 @@ def test_boxes_are_what_the_copy_engine_takes_and_a_stage_expects(card: launch.D
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_box_of_the_weight_holds_the_units_tiles_and_zeros_past_its_ends(
-    card: launch.Device, bits: int
-) -> None:
+def test_a_box_of_the_weight_holds_the_units_tiles_and_zeros_past_its_ends(bits: int) -> None:
     k, n, rows, chunks, run = 192, 320, 8, 4, 128 * bits  # a unit of 128 and a tile of 256 pass both ends
     data = np.random.default_rng(bits).integers(1, 256, k * n * bits // 8, np.uint8)
-    made = tensor_maps.weights(card, 0, k, n, bits, rows, 64 * chunks)
+    made = tensor_maps.weights(0, k, n, bits, rows, 64 * chunks)
     tiles_of = data.reshape(k // 16, n // 64, run)
     for unit, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
         found = _box(data, made, (unit * rows, column * chunks, 0)).reshape(rows, chunks, run)
@@ -75,21 +73,25 @@ def test_a_box_of_the_weight_holds_the_units_tiles_and_zeros_past_its_ends(
                 assert np.array_equal(found[row, chunk], tiles_of[at] if there else np.zeros(run))
 
 
-def test_a_box_of_scales_holds_the_units_groups(card: launch.Device) -> None:
+def test_a_box_of_scales_holds_the_units_groups() -> None:
     groups, n, of_unit, chunks = 3, 192, 2, 2
     data = np.random.default_rng(0).integers(1, 256, groups * n * 2, np.uint8)
-    made = tensor_maps.scale_rows(card, 0, groups, n, of_unit, 64 * chunks)
+    made = tensor_maps.scale_rows(0, groups, n, of_unit, 64 * chunks)
     found = _box(data, made, (2, 0, 0)).reshape(of_unit, chunks * 128)
     assert np.array_equal(found[0], data.reshape(groups, n * 2)[2, : chunks * 128])
     assert not found[1].any()  # past the last group
 
 
 def test_a_map_is_made_once_for_each_address_shape_and_box(card: launch.Device) -> None:
-    first = tensor_maps.weights(card, 4096, 128, 128, 4, 8, 128)
-    assert tensor_maps.weights(card, 4096, 128, 128, 4, 8, 128) is first
-    others = [
-        tensor_maps.weights(card, 8192, 128, 128, 4, 8, 128),
-        tensor_maps.weights(card, 4096, 128, 128, 4, 4, 128),
-        tensor_maps.boxes(card, 4096, 128, 128, 128, 128),
-    ]
-    assert all(other != first for other in others) and len(card.maps) == 4
+    def packed(weight: int, unit: int) -> tuple[Any, Any]:
+        return tensor_maps.packed(card, (weight, 512), 128, 128, 4, 1, (unit, 1), 128)
+
+    first = packed(4096, 128)
+    assert packed(4096, 128) is first
+    assert first == (
+        tensor_maps.weights(4096, 128, 128, 4, 8, 128),
+        tensor_maps.scale_rows(512, 1, 128, 1, 128),
+    )
+    assert packed(8192, 128) != first != packed(4096, 64)
+    tensor_maps.boxes(card, 4096, 128, 128, 128, 128)
+    assert len(card.weight_maps) == 3 and len(card.maps) == 1
