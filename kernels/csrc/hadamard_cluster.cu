@@ -13,6 +13,7 @@
 // would cost a fence of all memory each time.
 //
 // Requires: m <= MP, C = 8 * SLICE, activation other than a norm, rows 16-byte aligned. Grid: 8 * rows.
+// Tested by tests/gpu/test_hadamard.py; where values go by tests/kernels/test_hadamard_cluster.py.
 #include "hadamard.cuh"
 
 #ifndef ENTRY

@@ -7,6 +7,7 @@
 // the number of experts that read it.
 //
 // Requires what int_mma.cu requires, offsets that rise from 0 to at most R, rows of the codes that exist, y contiguous.
+// Tested by tests/gpu/test_int_moe.py; the schedule by tests/kernels/test_moe_schedule.py.
 #include "int_moe.cuh"
 
 #ifndef ENTRY  // a build without defines compiles one kernel, for editors

@@ -36,7 +36,7 @@ constexpr bool FINE = T::WORDS * T::TOKENS > 256 || T::KIND == S8_W8;
 constexpr int SKEW = 2;  // units the first of two warpgroups is ahead: as many stages less are on their way
 static_assert(SKEW < T::STAGES - 1, "the second warpgroup's stages do not stop the first");
 constexpr bool EARLY = Exchange<T>::USED;
-static_assert(!EARLY || BLOCKS * Exchange<T>::WARPGROUPS <= 8, "a multiprocessor has eight flags");
+static_assert(!EARLY || BLOCKS * Exchange<T>::WARPGROUPS <= 16, "tiles.py, FLAGS_PER_MULTIPROCESSOR");
 
 extern __shared__ __align__(1024) u8 shared[];
 

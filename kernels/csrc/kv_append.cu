@@ -32,10 +32,11 @@ DEVICE float2 warp_max_of_two(float a, float b, int lane) {
   return second ? make_float2(far, most) : make_float2(most, far);
 }
 
-// x / s, rounded once: with r the rounded 1 / s, one correction makes the quotient exact (s is no subnormal).
+// x / s, rounded once: with r the rounded 1 / s, one correction makes the quotient exact (s is no subnormal). Past the
+// codes it is not needed, and for an infinite x it would be no number.
 DEVICE float quotient(float x, float s, float r) {
   const float q = x * r;
-  return fmaf(fmaf(-q, s, x), r, q);
+  return fabsf(q) < 2048.0f ? fmaf(fmaf(-q, s, x), r, q) : q;
 }
 // The nearest integer, ties to even, of a number below 2^22.
 DEVICE int nearest(float v) { return static_cast<int>(__float_as_uint(v + 12582912.0f)) - 0x4B400000; }

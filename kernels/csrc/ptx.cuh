@@ -38,7 +38,8 @@ DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "mem
 // Waits until at most PENDING of this thread's groups are still on their way.
 template <int PENDING> DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// A barrier among the `threads` threads that name the same `id`; slots use 1 to 8, id 0 is __syncthreads.
+// A barrier among the `threads` threads that name the same `id`: 0 is __syncthreads, slots and pairs of warps use 1 to 8,
+// an exchange of sums 10 to 13, warpgroups that take turns 14, all that multiply 15.
 DEVICE void barrier(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Says to those who wait at a barrier that this warp has come, and goes on.

@@ -34,6 +34,7 @@ struct Tile {
   static constexpr int UNIT_TILES = UNIT_K / 16, HALVES = UNIT_K / 64, CHECKS = UNIT_K / 32;
   static constexpr bool ZEROS = ZEROS_ != 0, WARPGROUP = ENGINE_ != MMA, PRODUCER = ENGINE_ == TMA;
   static constexpr bool INTEGER_SUMS = false, SPREAD = false;
+  static constexpr int UNIT_SHIFT = UNIT_K == 128 ? 7 : 6;  // groups of a whole unit and more
 
   static constexpr int TOKEN_TILES = TOKENS / 8;
   static constexpr int SLOT_THREADS = WARPS * 32, THREADS = SLOT_THREADS * SLOTS;  // that multiply
@@ -97,13 +98,13 @@ template <class T, class F> DEVICE void each_sum(const F &f) {
 // The arguments of every W4A16 kernel, in the order of the launch.
 struct Problem {
   const u8 *x;             // (M, ldx) 16-bit activations
-  const u8 *weight;        // (K / 16, N * BITS / 2) words
-  const u8 *scales;        // (groups, N) 16-bit, grouped order
+  const u8 *weight;        // (K / 16, N * BITS / 2) words; null where a map brings them
+  const u8 *scales;        // (groups, N) 16-bit, grouped order; null where a map brings them
   const u8 *zeros;         // (groups, N * BITS / 32) words or null
   const u8 *bias;          // (N) of the activations' type, or null
   u8 *y;                   // (M, ldy)
-  float *partials;         // one block's sums each
-  u32 *flags;              // one per block, zero before and after
+  float *partials;         // a block's sums, or two tiles of them where blocks share sums out
+  u32 *flags;              // of blocks, or of their warps or warpgroups; zero before and after
   int m, n, k, ldx, ldy;
   int group_shift;         // log2 of the group size; 31 where one group spans K
   bool scales_bf16;

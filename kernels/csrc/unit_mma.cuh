@@ -6,7 +6,6 @@
 template <class T> struct MmaUnit {
   const Problem &p;
   const Lane<T> lane;
-  static constexpr int UNIT_SHIFT = SMALLEST_GROUP_SHIFT + (T::CHECKS > 2 ? 2 : 1);  // groups of a whole unit and more
   const u32 x_row, x_row_bits;  // this lane's row address for ldmatrix, and its swizzle
 
   DEVICE MmaUnit(const Problem &problem, int warp, int lane_)
@@ -109,7 +108,7 @@ template <class T> struct MmaUnit {
   // group's first product would have to find zeros.
   DEVICE void operator()(Sums<T> &sums, u32 stage) const {
     if constexpr (T::SCALE_SUMS) {
-      if (p.group_shift >= UNIT_SHIFT) return groups<T::CHECKS>(sums, stage);
+      if (p.group_shift >= T::UNIT_SHIFT) return groups<T::CHECKS>(sums, stage);
       if constexpr (T::CHECKS > 2) {
         if (p.group_shift > SMALLEST_GROUP_SHIFT) return groups<2>(sums, stage);
       }

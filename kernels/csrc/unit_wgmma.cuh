@@ -7,8 +7,6 @@
 
 // GROUP_K: rows of a group, or of a unit where a group has as many or more, if the kernel knows; 0: its launch says so.
 template <class T, int GROUP_K = 0> struct WgmmaUnit {
-  static constexpr int UNIT_SHIFT = T::UNIT_K == 128 ? 7 : 6;  // groups of a whole unit and more
-
   const Problem &p;
   const Lane<T> lane;
 
@@ -47,7 +45,7 @@ template <class T, int GROUP_K = 0> struct WgmmaUnit {
   }
   template <class F> DEVICE void operator()(Sums<T> &sums, u32 stage, const F &previous_is_free) const {
     if constexpr (T::SCALE_GROUPS) {
-      if (p.group_shift >= UNIT_SHIFT) return one_group(sums, stage);
+      if (p.group_shift >= T::UNIT_SHIFT) return one_group(sums, stage);
     }
     scaled_weights(sums, stage, previous_is_free);
     if constexpr (T::SCALE_GROUPS) wgmma::wait<0>();  // either way leaves the stage free

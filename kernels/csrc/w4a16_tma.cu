@@ -54,7 +54,7 @@ template <class UNIT> DEVICE void multiply_by(const Problem &p, int slot) {
 // Each size of group has its loop: without branches between products that of a whole unit, with one look at scales, has a
 // fifth fewer instructions. With zero points the others gain nothing that would be worth their compile.
 DEVICE void multiply(const Problem &p, int slot) {
-  if (p.group_shift >= WgmmaUnit<T>::UNIT_SHIFT) return multiply_by<WgmmaUnit<T, T::UNIT_K>>(p, slot);
+  if (p.group_shift >= T::UNIT_SHIFT) return multiply_by<WgmmaUnit<T, T::UNIT_K>>(p, slot);
   if constexpr (T::ZEROS) {
     multiply_by<WgmmaUnit<T>>(p, slot);
   } else {

@@ -1,5 +1,6 @@
 """Gather, dequantize, repack on a card; ways of calling: graphs, streams, compile, wrong arguments."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def test_gather_takes_columns_and_pads_with_zeros(m: int) -> None:
         x = torch.randn(m, k, device="cuda").half()
         perm = torch.randperm(k, device="cuda").int()
         assert torch.equal(ops.gather(x, perm, width), reference.gather(x, perm, width)), (m, k)
+
+
+@pytest.mark.parametrize("m", [3, 200])
+def test_the_first_work_of_a_thread_may_be_a_product(m: int) -> None:
+    from w4pack.kernels import ops
+
+    c, found = cases.make(m, 512, 256), []
+    thread = threading.Thread(target=lambda: found.append(ops.gemm(*c.arguments)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], ops.gemm(*c.arguments))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
