@@ -18,6 +18,7 @@ from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.output import planned_facts
 from w4pack.convert.planning.plan import Plan
 from w4pack.convert.source.detect import Source
+from w4pack.convert.source.written import warnings_of
 
 
 def plan_conversion(
@@ -35,7 +36,7 @@ def plan_conversion(
     )
     check_resumed(out, plan, running)
     tell_discarded(out, running)
-    return plan, warnings
+    return plan, (*warnings_of(source), *warnings)
 
 
 def convert_source(

@@ -225,6 +225,21 @@ def test_check_says_that_there_is_no_manifest(art: Path) -> None:
     assert warned(art) == [("no-manifest", "none")] == warned(art, "--engine", "w4pack")
 
 
+def test_convert_says_what_nothing_proves(art: Path, tmp_path: Path) -> None:
+    def codes(*more: str) -> list[str]:
+        done = run("convert", art, tmp_path / "out", "--to", "dense", "--overwrite", "--json", *more).expect(
+            0
+        )
+        return [event["code"] for event in done.events if event["event"] == "warning"]
+
+    before = codes()
+    path = art / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 5.5}))
+    assert codes() == ["file-edited", *before] == codes("--dry-run")
+    (art / "w4pack.json").unlink()
+    assert codes() == ["no-manifest", *before]
+
+
 def test_check_says_which_settings_were_edited(art: Path) -> None:
     path = art / "config.json"
     config = json.loads(path.read_text())
