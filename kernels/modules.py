@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from w4pack.kernels import checks, gradient, ops
-from w4pack.kernels.shared import Shared
+from w4pack.convert.errors import UsageError
+from w4pack.kernels import checks, gradient, ops, orders
+from w4pack.kernels.shared import Shared, SharedOrder
 from w4pack.kernels.spec import SUFFIXES, LinearSpec
 
 
@@ -48,6 +49,23 @@ class PackedTensors(nn.Module):
                 if moved is not tensor:
                     self._put(name, moved)
         return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        given, own = state_dict.get(f"{prefix}act_perm"), self.act_perm
+        if (
+            given is not None
+            and own is not None
+            and given.shape == own.shape
+            and not given.is_meta
+            and not orders.is_order(given)  # a kernel reads where it points
+        ):
+            rest[-1].append(f"{prefix}act_perm is no permutation of the layer's inputs")  # is raised
+        else:
+            self._load_checked(state_dict, prefix, *rest)
+
+    def _load_checked(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Load what the layer has; its act-order is one."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., out_features) of x (..., in_features), in x's dtype; a front says what x is."""
@@ -173,12 +191,11 @@ class PackedLinear(PackedTensors):
             super()._apply(fn)
         return self
 
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
-    ) -> None:
+    def _load_checked(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         if self.fused is not None:  # copy into the shared tensors: an assigned one would not be read
-            local_metadata = {**local_metadata, "assign_to_params_buffers": False}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+            rest = ({**rest[0], "assign_to_params_buffers": False}, *rest[1:])
+            state_dict = self.fused.with_order(self.place, state_dict, f"{prefix}act_perm")
+        super()._load_checked(state_dict, prefix, *rest)
 
 
 class FusedLinear(PackedTensors):
@@ -200,6 +217,7 @@ class FusedLinear(PackedTensors):
             self.register_buffer(name, tensors.get(name), persistent=False)
         self.parts = tuple(parts)  # in a tuple: the parts own this module, not the other way round
         self.starts: list[int] = []
+        self.orders: dict[int, torch.Tensor] = {}  # place -> an act-order that the others do not have
         self._held: list[Any] = []  # input, its version, output, parts still to come
         start = 0
         for place, part in enumerate(parts):
@@ -237,6 +255,41 @@ class FusedLinear(PackedTensors):
         if "parts" in self.__dict__ and all("_parameters" in part.__dict__ for part in self.parts):
             self._share()
 
+    def with_order(self, place: int, state_dict: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """Return the state dictionary of a part without an act-order that the joined layers do not have yet.
+
+        They take it once each was given it. Until then there is no product: their orders differ.
+        """
+        given, own = state_dict.get(name), self.act_perm
+        if given is None or own is None or given.is_meta or own.is_meta or given.shape != own.shape:
+            return state_dict
+        self.orders.pop(place, None)
+        given = given.detach().to(own, copy=True)
+        if not torch.equal(given, own):
+            self.orders[place] = given
+        if len(self.orders) == len(self.parts) and all(torch.equal(o, given) for o in self.orders.values()):
+            with torch.no_grad():
+                own.copy_(given)
+            self.orders.clear()
+        return {**state_dict, name: own}
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of all parts.
+
+        Raises:
+            UsageError: some of them were given another act-order.
+        """
+        if self.orders:
+            raise UsageError(
+                "layers that are joined were given different orders of their inputs",
+                code="fused-part",
+                where="act_perm",
+                expected="one order for all of them",
+                found=f"another for {len(self.orders)} of {len(self.parts)}",
+                hint="load_state_dict of the artifact that was loaded, or load the other one",
+            )
+        return super().product(x)
+
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         self._buffers[name] = tensor
         self._share()
@@ -253,7 +306,8 @@ class FusedLinear(PackedTensors):
                     whole = whole[:, start * times // over : (start + part.spec.n) * times // over]
                 elif name == "bias":
                     whole = whole[start : start + part.spec.out_features]
-                part._parameters[name] = Shared(whole, requires_grad=False)
+                kind = SharedOrder if name == "act_perm" else Shared
+                part._parameters[name] = kind(whole, requires_grad=False)
 
 
 def _version(x: torch.Tensor) -> int:

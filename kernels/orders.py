@@ -7,16 +7,19 @@ import torch
 from w4pack.convert.errors import SourceError, name_some
 
 
+def is_order(perm: torch.Tensor) -> torch.Tensor:
+    """Return, on its device, whether an act-order has every number once; of a stack, whether all have."""
+    natural = torch.arange(perm.shape[-1], dtype=perm.dtype, device=perm.device)
+    return (perm.sort(-1).values == natural).all()
+
+
 def check(perms: Mapping[str, torch.Tensor]) -> None:
     """Check act-orders on their device. Expert stacks have the order in the last dimension.
 
     Raises:
         SourceError: an ``act_perm`` that is no permutation of the layer's inputs; names all of them.
     """
-    right = {}
-    for name, perm in perms.items():
-        natural = torch.arange(perm.shape[-1], dtype=perm.dtype, device=perm.device)
-        right[name] = (perm.sort(-1).values == natural).all()
+    right = {name: is_order(perm) for name, perm in perms.items()}
     wrong = [name for name, flag in right.items() if not bool(flag)]  # the first look waits for all of them
     if wrong:
         raise SourceError(

@@ -38,7 +38,31 @@ class Shared(nn.Parameter):
                 found=_words(other),
                 hint="model.to(device) moves all of a model; the dtype is chosen as it is loaded",
             )
+        self.check(other)
         self.data.copy_(other.detach())
+
+    def check(self, other: torch.Tensor) -> None:
+        """Refuse values that do not fit there."""
+
+
+class SharedOrder(Shared):
+    """An act-order, of which the joined layers have one: it is not changed through one of them."""
+
+    def check(self, other: torch.Tensor) -> None:
+        """Refuse another order.
+
+        Raises:
+            UsageError: the other layers would read their inputs in it too.
+        """
+        if not torch.equal(self.data, other):
+            raise UsageError(
+                "the order of inputs is that of all layers that are joined",
+                code="fused-part",
+                where="act_perm",
+                expected="the order that it has",
+                found="another",
+                hint="load_state_dict with the same order for all of them",
+            )
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -38,7 +38,7 @@ _asked: ContextVar[Asked | None] = ContextVar("w4pack_asked", default=None)
 
 
 def take() -> dict[str, Any]:
-    """Return the settings of the ``from_pretrained`` that is running, for the config of its artifact."""
+    """Return the settings of the ``from_pretrained`` that is running, for the quantizer that it makes."""
     asked = _asked.get()
     if asked is None:
         return {}

@@ -42,10 +42,9 @@ class W4PackConfig(QuantizationConfigMixin):
         self.__dict__.update(dict.fromkeys(SETTINGS), **block)
         self.quant_method = METHOD
 
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Make it of config.json's block, in a call of ``from_pretrained`` with the settings given there."""
-        return super().from_dict({**config_dict, **asking.take()}, *args, **kwargs)
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a key's value, as of the block in config.json: the config of a model loads another one."""
+        return getattr(self, key, default)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys of the artifact."""
@@ -58,6 +57,10 @@ class W4PackQuantizer(HfQuantizer):
 
     requires_calibration = True  # only artifacts are loaded, nothing is quantized on the way
     attention: str | None = None  # what was asked for
+
+    def __init__(self, quantization_config: W4PackConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        quantization_config.update(**asking.take())  # of the ``from_pretrained`` that makes it
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse what cannot run before anything is read: unknown versions, cards that are too old."""
@@ -169,10 +172,13 @@ def settle(model: PreTrainedModel, artifact: Artifact) -> None:
     """Do to a model that is loaded what both ways into transformers owe it."""
     tables.tell(model, artifact)
     skeleton.mark_filled(model)
-    model.push_to_hub = _refuse_push  # the class's own makes a repository before it asks what is saved
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):  # the decoder inside too, which transformers would save
+            module.save_pretrained = _refuse_saving
+            module.push_to_hub = _refuse_saving  # makes a repository before it asks what is saved
 
 
-def _refuse_push(*args: Any, **kwargs: Any) -> None:
+def _refuse_saving(*args: Any, **kwargs: Any) -> None:
     raise _not_saved()
 
 

@@ -225,6 +225,53 @@ def test_a_tensor_of_another_kind_does_not_become_a_part() -> None:
     assert part.weight_scale is scale
 
 
+def test_an_order_of_one_part_alone_is_refused() -> None:
+    """The joined layers read their inputs in one order."""
+    _, parts = _fused(FUSED["order"])
+    model = torch.nn.ModuleList(parts)
+    x = torch.randn(2, 192).half()
+    before, held = [part(x) for part in model], model.state_dict()
+    held = {name: tensor.clone() for name, tensor in held.items()}
+    other = held["0.act_perm"].flip(0)
+    for place in (0, 1):
+        for given in (model, model[place]):
+            name = "act_perm" if given is model[place] else f"{place}.act_perm"
+            given.load_state_dict(given.state_dict() | {name: other})
+            with pytest.raises(UsageError, match="one order for all of them"):
+                model[0](x)
+            model.load_state_dict(held)
+            assert all(torch.equal(part(x), y) for part, y in zip(model, before, strict=True))
+        with pytest.raises(UsageError, match="the order of inputs is that of all layers"):
+            model[place].act_perm.data = other
+        model[place].act_perm.data = held["0.act_perm"].clone()
+    assert all(torch.equal(part(x), y) for part, y in zip(model, before, strict=True))
+
+
+def test_an_order_that_all_parts_get_is_taken() -> None:
+    specs = FUSED["order"]
+    _, parts = _fused(specs)
+    alone = [_filled(spec, seed) for seed, spec in enumerate(specs)]
+    other = parts[0].act_perm.flip(0)
+    for part in alone:
+        part.act_perm = torch.nn.Parameter(other, requires_grad=False)
+    torch.nn.ModuleList(parts).load_state_dict(torch.nn.ModuleList(alone).state_dict())
+    x = torch.randn(2, 192).half()
+    assert all(torch.equal(part(x), one(x)) for part, one in zip(parts, alone, strict=True))
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_order_that_is_none_is_not_loaded(joined: bool) -> None:
+    """A kernel on a card reads where it points."""
+    alone, parts = _fused(FUSED["order"])
+    model = torch.nn.ModuleList(parts if joined else alone)
+    held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for value in (-1, 1 << 30, 0):
+        wrong = {n: torch.full_like(t, value) for n, t in held.items() if n.endswith("act_perm")}
+        with pytest.raises(RuntimeError, match=r"0\.act_perm is no permutation of the layer's inputs"):
+            model.load_state_dict(held | wrong)
+    assert all(torch.equal(tensor, held[name]) for name, tensor in model.state_dict().items())
+
+
 def test_a_copy_holds_its_tensors_once() -> None:
     _, parts = _fused(FUSED["bias, zeros"])
     for copied in COPIED.values():

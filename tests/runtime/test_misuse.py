@@ -174,6 +174,11 @@ def test_from_pretrained_takes_bits_as_load_does(auto: bool, rotated: Path) -> N
     assert found.online_settings == wanted.online_settings
     assert torch.equal(models.logits(found), models.logits(wanted))
     assert found.config.to_dict()["quantization_config"] == wanted.config.to_dict()["quantization_config"]
+    other = load.from_pretrained(rotated, config=found.config)  # as the model whose config it is
+    assert other.online_settings == wanted.online_settings
+    other = load.from_pretrained(rotated, config=found.config, act_bits=4)
+    assert (other.online_settings.act_bits, other.online_settings.kv_bits) == (4, 16)
+    assert found.config.quantization_config.act_bits == 8
     again = load.from_pretrained(rotated)  # nothing is left of it
     assert again.online_settings == w4pack.load(rotated).online_settings
 

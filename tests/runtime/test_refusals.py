@@ -1,5 +1,6 @@
 """What does not run says so before a byte of a tensor is read, both ways; nothing is ever left to chance."""
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -301,8 +302,12 @@ def test_a_model_of_fp32_runs_in_bf16_and_says_so(made: dict[str, Path], tmp_pat
 @pytest.mark.pair
 def test_a_packed_model_is_not_saved_from_memory(made: dict[str, Path], tmp_path: Path) -> None:
     for way in (w4pack.load, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(UsageError, match="copy the artifact"):
-            way(made[DENSE]).save_pretrained(tmp_path / "saved")
+        model = way(made[EXPERTS])
+        for part in (model, model.model, copy.deepcopy(model), copy.deepcopy(model.model)):
+            with pytest.raises(UsageError, match="copy the artifact"):
+                part.save_pretrained(tmp_path / "saved")
+            with pytest.raises(UsageError, match="copy the artifact"):
+                part.push_to_hub("someone/something")
         assert not (tmp_path / "saved").exists()
 
 
