@@ -7,8 +7,10 @@ later w4pack may add some without another version.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from w4pack.convert.errors import Refused, SourceError
@@ -42,8 +44,19 @@ def parse(raw: bytes, where: str) -> dict[str, Any]:
     Raises SourceError for what is no JSON object, and for one that is not of the form that w4pack writes;
     Refused for a version that is not known here.
     """
+    value = _read(raw, where)
+    if not isinstance(value, dict):
+        raise unreadable(where, _named(value))
+    _check_versions(value, where)
+    misfit = FORM(value)
+    if misfit is not None:
+        raise damaged(where, *misfit)
+    return value
+
+
+def _read(raw: bytes, where: str) -> Any:
     try:
-        value = json.loads(raw.decode("utf-8-sig"))
+        return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=partial(_once, where))
     except json.JSONDecodeError as err:
         raise unreadable(where, f"line {err.lineno}, column {err.colno}: {err.msg}") from err
     except UnicodeDecodeError as err:
@@ -52,13 +65,15 @@ def parse(raw: bytes, where: str) -> dict[str, Any]:
         raise unreadable(where, "values nested too deep") from err
     except ValueError as err:  # what Python does not take for a number
         raise unreadable(where, "a number of thousands of digits") from err
-    if not isinstance(value, dict):
-        raise unreadable(where, _named(value))
-    _check_versions(value, where)
-    misfit = FORM(value)
-    if misfit is not None:
-        raise damaged(where, *misfit)
-    return value
+
+
+def _once(where: str, members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of its members. A name given twice is refused: readers take one or the other."""
+    made = dict(members)
+    if len(made) < len(members):
+        twice, times = Counter(name for name, _ in members).most_common(1)[0]
+        raise damaged(where, twice, "one member of this name", str(times))
+    return made
 
 
 def unreadable(where: str, found: str | None) -> SourceError:

@@ -159,6 +159,15 @@ def test_a_file_that_is_no_manifest_is_told_alike(kind: str, art: Path, tmp_path
         assert (error["where"], error["found"]) == (f"{art}/w4pack.json", found), command
 
 
+def test_a_member_given_twice_is_named_alike(art: Path, tmp_path: Path) -> None:
+    """A second `tensors` would hide the first from some readers, and be hidden by it from others."""
+    path = art / "w4pack.json"
+    path.write_text(path.read_text().replace('"lossless": true', '"lossless": true, "lossless": false'))
+    for command, error in told(art, tmp_path / "out").items():
+        assert (error["code"], error["where"]) == ("manifest", f"{path}: lossless"), command
+        assert (error["expected"], error["found"]) == ("one member of this name", "2")
+
+
 @pytest.mark.parametrize("member", ["schema", "tool.format"])
 def test_another_version_is_refused_alike(member: str, art: Path, tmp_path: Path) -> None:
     """Before anything else: of another version no other member means what it means here."""
