@@ -6,6 +6,7 @@ missing tensor and go on with what lies in memory, so nothing is left to its rep
 """
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from w4pack.kernels import devices, hashes, launch
 from w4pack.kernels.artifact import Artifact, open_artifact
 from w4pack.kernels.hf import asking, dtypes, joins, kv_attention, online, skeleton, tables, wiring
 from w4pack.kernels.hf.asking import SETTINGS
+from w4pack.kernels.modules import FusedLinear
 
 METHOD = "w4pack"
 
@@ -176,6 +178,15 @@ def settle(model: PreTrainedModel, artifact: Artifact) -> None:
         if isinstance(module, PreTrainedModel):  # the decoder inside too, which transformers would save
             module.save_pretrained = _refuse_saving
             module.push_to_hub = _refuse_saving  # makes a repository before it asks what is saved
+            module.get_memory_footprint = partial(_memory_footprint, module)
+
+
+def _memory_footprint(model: PreTrainedModel, return_buffers: bool = True) -> int:
+    """Return the bytes of a model's tensors: joined ones, buffers and in parts parameters, once."""
+    whole: int = type(model).get_memory_footprint(model, return_buffers)
+    fused = (module for module in model.modules() if isinstance(module, FusedLinear))
+    joined = (tensor.nbytes for module in fused for tensor in module.buffers(recurse=False))
+    return whole - (sum(joined) if return_buffers else 0)
 
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> None:

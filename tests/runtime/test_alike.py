@@ -132,6 +132,17 @@ def test_weights_that_were_loaded_are_not_drawn_anew(way: str, name: str, tmp_pa
 
 
 @way
+def test_tensors_that_are_joined_are_counted_once(way: str, tmp_path: Path) -> None:
+    made = WAYS[way](converted("autoawq-gemm-w4g64-tied-qwen2", tmp_path))
+    for model in (made, copy.deepcopy(made)):
+        held = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}
+        assert model.get_memory_footprint(return_buffers=False) == sum(held.values())
+        frequencies = 2 * model.model.rotary_emb.inv_freq.nbytes  # and the original ones
+        assert model.get_memory_footprint() == sum(held.values()) + frequencies
+        assert model.model.get_memory_footprint() == model.get_memory_footprint()  # the head is tied
+
+
+@way
 def test_embeddings_that_are_new_are_drawn(way: str, tmp_path: Path) -> None:
     model = WAYS[way](converted(NAME, tmp_path))
     size, logits = model.config.vocab_size, models.logits(model)
