@@ -113,6 +113,7 @@ def packed(
     if found is None:
         if len(card.weight_maps) >= MAPS_KEPT:
             card.weight_maps.clear()
+        card.enter()
         found = card.weight_maps[key] = (
             _make(*weights(addresses[0], k, n, bits, unit[0] // 16, columns)),
             _make(*scale_rows(addresses[1], groups, n, unit[1], columns)),
@@ -128,6 +129,7 @@ def _kept(
     if found is None:
         if len(card.maps) >= MAPS_KEPT:
             card.maps.clear()
+        card.enter()
         found = card.maps[key] = _make(*key, HALVES)
     return found
 

@@ -110,7 +110,7 @@ def test_appended_codes_are_those_of_the_definition(
     v[0, 1, 4] = 2.5
     v[1, 2, 5] = 1e-7
     v[1, 2, 6] = 60000.0
-    v[2, 0, 7, 1], v[2, 1, 8, 0] = float("-inf"), float("inf")
+    v[0, 0, 7, 1], v[1, 1, 8, 0] = float("-inf"), float("inf")
     host = [x.cpu() for x in (k, v, cache.codes, cache.params, cache.table, start)]
     kv_reference.append(Append(*host, cache.key, 0.95, 0.9, bits, None if guide is None else guide.cpu()))
     codes, params = host[2].cuda(), host[3].cuda()
