@@ -38,7 +38,7 @@ def read_model(checkpoint: Checkpoint, tell: Reporter) -> Source:
     tensors that were exchanged, SourceError for records that are lost and for a manifest that is damaged.
     """
     source = read_source(checkpoint, DetectOptions())
-    problems = () if source.problems else misplaced(source) or tuple(unlike_written(source))
+    problems = () if source.problems else tuple(unlike_written(source)) or misplaced(source)
     problems = problems or (() if source.problems else written.problems_of(source))
     if problems:
         raise Refused.together(problems)

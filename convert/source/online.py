@@ -20,10 +20,13 @@ from w4pack.convert.source.written import is_artifact, unusable
 
 
 def problems_of(source: Source) -> tuple[W4PackError, ...]:
-    """Return what stops w4pack's loader from running the records of an artifact as they were calibrated."""
+    """Return what stops w4pack's loader from running the records of an artifact as they were calibrated.
+
+    Records that were changed come first, as they do for the loader: what does not fit follows from it.
+    """
+    other = () if unusable(source) else tuple(unlike_written(source))
     tensors = dict(source.checkpoint.tensors)
-    found = _problems(records_of(source), source.config, tensors, _linears(source))
-    return found or (() if unusable(source) else tuple(unlike_written(source)))
+    return other or _problems(records_of(source), source.config, tensors, _linears(source))
 
 
 def unlike_written(source: Source) -> Iterator[W4PackError]:

@@ -87,6 +87,9 @@ def test_a_manifest_that_tells_nothing_is_refused(content: str, copy: Path, book
 
 def test_a_stray_guide_is_told(copy: Path, book: Path) -> None:
     edit(copy, lambda q: [record.pop("guide", None) for record in q["online"]])
+    assert measured(copy, book).expect(4).error["code"] == "artifact-online-changed"
+    assert "as w4pack.json says" in checked(copy)
+    (copy / "w4pack.json").unlink()
     assert GUIDE in measured(copy, book).expect(3).error["expected"]
     assert GUIDE in checked(copy)
 

@@ -318,6 +318,11 @@ def test_zero_points_are_seen_in_every_layer(out: Path, tmp_path: Path) -> None:
     assert check(tmp_path / "out", engines=["w4pack"])[0]["ok"]
     acts = [r for r in _records(out) if r["kind"] == "act_quant"]
     models.edit_online(tmp_path / "out", lambda records: [*records, *acts])
+    (blocker,) = check(tmp_path / "out", engines=["w4pack"])[0]["results"][0]["blockers"]
+    loaded = refusal(lambda: w4pack.load(tmp_path / "out"))
+    assert loaded is not None and loaded.code == "artifact-online-changed"  # whatever does not fit behind it
+    assert (blocker["expected"], blocker["found"]) == (loaded.expected, loaded.found)
+    (tmp_path / "out" / "w4pack.json").unlink()
     (answer,) = check(tmp_path / "out", engines=["w4pack"])
     (result,) = answer["results"]
     loaded = refusal(lambda: w4pack.load(tmp_path / "out"))
