@@ -1,5 +1,6 @@
 """Boxes of weights and scales: the bytes of a stage as kernels read it, within what the copy engine takes."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ Made = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], Any]  # wha
 def card(monkeypatch: pytest.MonkeyPatch) -> launch.Device:
     """A card whose maps are what they would be made of."""
     monkeypatch.setattr(tensor_maps, "_make", lambda *given: given)
-    return launch.Device(0, None, "sm_90a", 132)
+    return launch.Device(0, SimpleNamespace(set_current=lambda: None), "sm_90a", 132)
 
 
 def _strides(made: Made) -> list[int]:
