@@ -6,7 +6,8 @@ from typing import Any
 from w4pack.kernels.launch import Device
 from w4pack.kernels.tiles import CHUNK_N
 
-MAPS_KEPT = 4096  # of activations, one for each address and shape; of weights as many
+MAPS_KEPT = 4096  # of activations, one for each address and shape
+WEIGHT_MAPS_KEPT = 1 << 15  # a large model has 900 products, a few tiles each
 BOX_COLUMNS = 64  # 16-bit values: the 128 bytes that the swizzle spans
 
 
@@ -111,7 +112,7 @@ def packed(
     key = (addresses, k, n, bits, groups, unit, columns)
     found = card.weight_maps.get(key)
     if found is None:
-        if len(card.weight_maps) >= MAPS_KEPT:
+        if len(card.weight_maps) >= WEIGHT_MAPS_KEPT:
             card.weight_maps.clear()
         card.enter()
         found = card.weight_maps[key] = (
