@@ -6,6 +6,7 @@ from typing import Any
 
 from w4pack.convert import questions
 from w4pack.convert.console import Given, print_json, question_reporter, warn, where_of
+from w4pack.convert.errors import printable
 from w4pack.convert.events import SCHEMA, size_text
 from w4pack.convert.source.describe import text as described
 
@@ -18,7 +19,7 @@ def run_inspect(given: Given) -> None:
     if given["as_json"]:
         print_json(value)
     elif not given["quiet"]:
-        print(described(value), flush=True)
+        print(printable(described(value)), flush=True)
         warn(value["warnings"])
         warn({"text": f"not convertible as it is: {p['what']} ({p['where']})"} for p in value["problems"])
 
@@ -38,7 +39,7 @@ def run_check(given: Given) -> bool:
     if given["as_json"]:
         print_json(answers[0] if len(answers) == 1 else _together(answers, ok=ok))
     elif not given["quiet"]:
-        print("\n".join(_check_text(answers)), flush=True)
+        print(printable("\n".join(_check_text(answers))), flush=True)
         warn(answers[0]["warnings"])
     return ok
 

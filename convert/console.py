@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from w4pack.convert.errors import printable
 from w4pack.convert.events import Human, JsonLines, Quiet, Reporter
 from w4pack.convert.opening import Where
 
@@ -14,7 +15,7 @@ Given = Mapping[str, Any]
 def say(*lines: str) -> None:
     """Print lines on stderr."""
     for line in lines:
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
 
 
 def warn(warnings: Iterable[Given]) -> None:

@@ -25,6 +25,14 @@ FROM_16_BIT = (
 SHOWN = 3  # members of a list that the text form names; the JSON form names all of them
 
 
+def printable(text: str) -> str:
+    """Return a text for a terminal, which obeys escape sequences: what is in a file may hold some."""
+    if all(line.isprintable() for line in text.split("\n")):
+        return text
+    kept = (c if c in "\n\t" or ord(c) > 0x9F or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    return "".join(kept)
+
+
 class W4PackError(Exception):
     """Something failed. ``str(err)`` is the full text form, without the leading ``error:``."""
 
@@ -52,7 +60,7 @@ class W4PackError(Exception):
     def __str__(self) -> str:
         """Return the text form; of Python's API, also what the options that it names are there."""
         named = "" if self.in_python is None else f"\n\nin Python: {self.in_python}"
-        return self._told() + named
+        return printable(self._told() + named)
 
     def _told(self) -> str:
         """Return the text form; of several problems the first few of each rule, with a count of the rest."""

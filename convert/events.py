@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
+from w4pack.convert.errors import printable
+
 SCHEMA = 1
 MIN_INTERVAL = 0.2  # seconds between progress events
 
@@ -114,6 +116,7 @@ class Human:
             self._line(str(fields["text"]))
 
     def _line(self, text: str) -> None:
+        text = printable(text)
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:

@@ -35,6 +35,7 @@ def in_python(function: Callable[P, R]) -> Callable[P, R]:
             err.in_python = _told(err, spellings(function))
             raise
 
+    named.__module__ = __name__.rpartition(".")[0]  # where it is found: a reference to it can be pickled
     return named
 
 

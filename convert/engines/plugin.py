@@ -28,6 +28,8 @@ def _online(model: Model, tp: int) -> Iterator[Finding]:
     records = model.quant.get("online")
     if records:
         yield Finding(key(model, "online"), "no records", checks.short(records))
+    else:  # that were there, by the manifest or by what else the files hold
+        yield from w4pack.online(model, tp)
 
 
 def _n_tile(model: Model, kind: Kind, tp: int) -> Hit:

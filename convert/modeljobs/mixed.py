@@ -128,7 +128,7 @@ def recorded(value: Mapping[str, Any], linears: Mapping[str, QuantScheme]) -> di
         if chosen.keys() != linears.keys():
             return None
         return {name: _recorded(linear, schemes[name], chosen[name]) for name, linear in linears.items()}
-    except (AttributeError, KeyError, TypeError, ValueError):  # of another form: another run's, or edited
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):  # of another form: edited
         return None
 
 
@@ -136,9 +136,10 @@ def _recorded(linear: QuantScheme, label: str, entry: Mapping[str, Any]) -> Chos
     """Return what ``Chosen.to_json`` wrote of a linear that got the scheme of a label."""
     palette = [replace(linear, bits=bits, group_size=size) for bits, size in PALETTE]
     known = {scheme.label(): scheme for scheme in (linear, *palette)}
-    return Chosen(
-        known[label], float(entry["error"]), known[entry["cheapest"]], float(entry["error_cheapest"])
-    )
+    error, most = float(entry["error"]), float(entry["error_cheapest"])
+    if not (math.isfinite(error) and math.isfinite(most)):
+        raise ValueError("no number")
+    return Chosen(known[label], error, known[entry["cheapest"]], most)
 
 
 def told(chosen: Mapping[str, Chosen]) -> list[str]:

@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError
 from w4pack.kernels import devices, launch, linears, placement, transfer
 from w4pack.kernels.artifact import Artifact, open_artifact
-from w4pack.kernels.hf import dtypes, joins, online, quantizer, skeleton, wiring
+from w4pack.kernels.hf import asking, dtypes, joins, online, quantizer, skeleton, wiring
 from w4pack.kernels.hf.joins import Joins
 from w4pack.kernels.hf.skeleton import Skeleton
 from w4pack.kernels.modules import FusedLinear
@@ -224,7 +224,7 @@ def _tie(frame: Skeleton) -> None:
 def _finish(model: PreTrainedModel, artifact: Artifact) -> None:
     """Leave the model as transformers would."""
     model.hf_quantizer = quantizer.W4PackQuantizer(quantizer.W4PackConfig(**artifact.quant))
-    model.is_quantized, model.quantization_method = True, quantizer.METHOD
+    model.is_quantized, model.quantization_method = True, asking.METHOD
     model.config.name_or_path = str(artifact.folder)
     if (artifact.folder / "generation_config.json").is_file():
         model.generation_config = _generation_config(artifact)

@@ -27,10 +27,8 @@ from w4pack.convert.errors import Refused, UsageError
 from w4pack.kernels import devices, hashes, launch
 from w4pack.kernels.artifact import Artifact, open_artifact
 from w4pack.kernels.hf import asking, dtypes, joins, kv_attention, online, skeleton, tables, wiring
-from w4pack.kernels.hf.asking import SETTINGS
+from w4pack.kernels.hf.asking import METHOD, SETTINGS
 from w4pack.kernels.modules import FusedLinear
-
-METHOD = "w4pack"
 
 
 class W4PackConfig(QuantizationConfigMixin):
@@ -230,6 +228,7 @@ def register() -> None:
     Raises:
         UsageError: another package has taken the name ``w4pack``.
     """
+    asking.install()  # each time: somebody may have put the original back
     taken = [AUTO_QUANTIZER_MAPPING.get(METHOD), AUTO_QUANTIZATION_CONFIG_MAPPING.get(METHOD)]
     if taken == [W4PackQuantizer, W4PackConfig]:
         return
@@ -237,4 +236,3 @@ def register() -> None:
         raise UsageError("another quantizer is registered as `w4pack`", code="taken", found=str(taken))
     register_quantization_config(METHOD)(W4PackConfig)
     register_quantizer(METHOD)(W4PackQuantizer)
-    asking.install()

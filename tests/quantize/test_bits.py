@@ -44,3 +44,19 @@ def test_plan_inspect_and_file_agree(to: str, sizes: dict[str, Any], tmp_path: P
 
 def test_a_plain_model_has_none(llama: Path) -> None:
     assert json.loads(run("inspect", llama, "--json").expect(0).out)["bits_per_weight"] is None
+
+
+@pytest.mark.parametrize("error", [float("nan"), float("inf"), 10**400, "1", None, 1e-3])
+def test_what_a_manifest_says_was_chosen_is_taken_only_as_numbers(error: object) -> None:
+    from w4pack.convert.core.scheme import QuantScheme
+    from w4pack.convert.modeljobs import mixed
+
+    scheme = QuantScheme(
+        4, 128, sym=True, act_order=False, in_features=256, out_features=64, scale_dtype="F16"
+    )
+    entry = {"error": 1e-3, "cheapest": scheme.label(), "error_cheapest": error}
+    manifest = {
+        "quantization": {"chosen": {"a": entry}},
+        "layers": {"a": {"source": "a", "scheme": scheme.label()}},
+    }
+    assert (mixed.recorded(manifest, {"a": scheme}) is not None) is (error in (1e-3, "1"))

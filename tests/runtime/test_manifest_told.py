@@ -16,7 +16,9 @@ pytest.importorskip("transformers")
 import w4pack  # noqa: E402
 from runtime import quarot_models as models  # noqa: E402
 from runtime.ways import WAYS  # noqa: E402
+from w4pack.convert import check  # noqa: E402
 from w4pack.convert.errors import W4PackError  # noqa: E402
+from w4pack.kernels.artifact import open_artifact  # noqa: E402
 
 SMALL = {"num_hidden_layers": 1}
 Change = Callable[[dict[str, Any], dict[str, Any]], object]  # of manifest, quantization_config
@@ -48,15 +50,31 @@ LOST: dict[str, tuple[Change, str]] = {  # what, code
 }
 
 
-@pytest.mark.parametrize("what", LOST)
-def test_a_loss_is_told_alike(what: str, folder: Path, tmp_path: Path) -> None:
-    """The guides of keys, which no model has a place for without records, are not what is told."""
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    change, code = LOST[what]
+def changed(folder: Path, to: Path, change: Change) -> Path:
+    """Copy an artifact and change what its manifest and its config say."""
+    copy = Path(shutil.copytree(folder, to / "copy"))
     manifest, config = (json.loads((copy / name).read_text()) for name in ("w4pack.json", "config.json"))
     change(manifest, config["quantization_config"])
     (copy / "w4pack.json").write_text(json.dumps(manifest))
     (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def test_check_says_of_vllm_what_its_plugin_says(folder: Path, tmp_path: Path) -> None:
+    copy = changed(folder, tmp_path, LOST["records"][0])
+    with pytest.raises(W4PackError) as caught:
+        open_artifact(copy)
+    assert caught.value.code == "artifact-online"
+    (answer,) = check(copy, engines=["vllm"])
+    assert not answer["ok"]
+    assert "vllm.plugin-online" in {b["rule"] for b in answer["results"][0]["blockers"]}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_loss_is_told_alike(what: str, folder: Path, tmp_path: Path) -> None:
+    """The guides of keys, which no model has a place for without records, are not what is told."""
+    change, code = LOST[what]
+    copy = changed(folder, tmp_path, change)
     errors = []
     for way in WAYS.values():
         with pytest.raises(W4PackError) as caught:

@@ -13,7 +13,12 @@ pytest.importorskip("transformers")
 
 from click.testing import CliRunner  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 import w4pack  # noqa: E402
 from runtime import models, quarot_models  # noqa: E402
@@ -220,12 +225,26 @@ def test_models_of_others_are_loaded_as_ever(tmp_path: Path) -> None:
         LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
     ).save_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.hidden_size == 32
-    for unknown in ("device", "nothing"):
+    for unknown in ("device", "nothing", "act_bits"):
         with pytest.raises(TypeError, match=unknown):
             AutoModelForCausalLM.from_pretrained(tmp_path, **{unknown: 1})
-    with pytest.raises(UsageError) as caught:
-        AutoModelForCausalLM.from_pretrained(tmp_path, act_bits=8)
-    assert (caught.value.code, caught.value.where) == ("argument", "act_bits")
+
+    class Own(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig, kv_bits: int = 16) -> None:
+            super().__init__(config)
+            self.kv_bits = kv_bits
+
+    assert Own.from_pretrained(tmp_path, kv_bits=4).kv_bits == 4
+
+
+def test_settings_are_taken_after_the_original_was_put_back(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped = PreTrainedModel.from_pretrained.__func__
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(wrapped.__wrapped__))
+    w4pack.register()
+    model = AutoModelForCausalLM.from_pretrained(out, check_hashes=True)
+    assert model.config.quantization_config.quant_method == "w4pack"
 
 
 # ---- settings ---------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Errors of the Python API name the parameters that stand for the options of the command line."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,9 @@ def test_commands_that_can_be_pasted_stay_as_they_are() -> None:
 def test_a_function_is_one_whenever_it_is_asked_for() -> None:
     assert w4pack.convert.convert is w4pack.convert.convert
     assert w4pack.convert.convert.__wrapped__ is api.convert
+
+
+def test_functions_go_to_other_processes() -> None:
+    for name in w4pack.convert.__all__:
+        function = getattr(w4pack.convert, name)
+        assert pickle.loads(pickle.dumps(function)) is function
