@@ -55,16 +55,8 @@ def chosen(artifact: Artifact, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def narrowed(dtype: torch.dtype) -> torch.dtype:
-    """Return the 16-bit dtype for a model of ``dtype``.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if dtype == torch.float32:
-        return torch.bfloat16
-    if dtype not in arguments.NAMES:
-        raise _not_taken(dtype)
-    return dtype
+    """Return a 16-bit dtype for a model of ``dtype``, before it is known whose that is: ``chosen`` judges it."""
+    return dtype if dtype in arguments.NAMES else torch.bfloat16
 
 
 def own_dtype(artifact: Artifact) -> object:
