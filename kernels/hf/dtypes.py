@@ -55,7 +55,7 @@ def chosen(artifact: Artifact, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def narrowed(dtype: torch.dtype) -> torch.dtype:
-    """Return a 16-bit dtype for a model of ``dtype``, before it is known whose that is: ``chosen`` judges it."""
+    """Return a 16-bit dtype for a model of ``dtype``, whose it may be: ``chosen`` judges it later."""
     return dtype if dtype in arguments.NAMES else torch.bfloat16
 
 
