@@ -84,7 +84,7 @@ template <class T, class WARP> struct RingFiller {
 };
 
 // What the copy engine knows of the operands. As eight runs of 2 KB (`copy_bulk`) a unit's weights took so much of the
-// shared memory's time that products, which read activations there, lost 5 to 25 %.
+// shared memory's time that products, which read activations there, lost up to a fifth.
 struct Maps {
   const TensorMap &x;       // boxes of 64 values x TOKENS
   const TensorMap &weight;  // boxes of a unit's tiles: (K / 16, N / 64) runs of CHUNK_BYTES
@@ -93,7 +93,7 @@ struct Maps {
 
 // The warp that fills a ring: one lane asks for a unit's boxes, others for a group's row of zeros each. What depends on
 // the tile is worked out when the tile changes, because the warp competes for issue slots with those that multiply. The
-// last tile may reach past N, the last unit past K: what lies there arrives as zeros and counts.
+// last tile may reach past N: what lies there of weights and scales arrives as zeros and counts.
 template <class T> struct Producer : RingFiller<T, Producer<T>> {
   static constexpr int ZEROS_LANE = 8;  // and the following: those before ask for boxes
   static_assert(ZEROS_LANE + T::CHECKS <= 32, "a lane for every run of bytes");
