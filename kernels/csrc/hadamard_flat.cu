@@ -15,7 +15,8 @@
 // Sums are held of ROWS rows. The product of the second runs behind the butterflies of the first.
 // One barrier a turn: before it a warp has given its largest values and read its stage, behind it one thread asks for the
 // rows that come there next (hadamard_flat_rows.cuh). Behind an activation the next turn's rows are activated before it:
-// while products run if there are few blocks to fill that time, else behind the butterflies.
+// while products run if there are few blocks to fill that time, else behind the butterflies; or by warpgroups of their own
+// (APART), which need few registers and leave theirs to those that have sums.
 // All sizes are known here: what depends on them costs no instruction.
 // Shared memory: HEAD_BYTES, lines of codes, STAGES stages or two and up. Tested by tests/gpu/test_hadamard.py.
 #include "hadamard_flat_codes.cuh"
@@ -27,23 +28,34 @@ constexpr u32 BARRIERS_AT = 512;  // behind the numbers of the warps
 constexpr u32 HEAD_BYTES = 1024;  // in front of what wants this alignment
 
 // 16-bit format; m; tiles of 8 columns of a warp; rows of a turn; warpgroups; stages; whether columns are transformed; shares
-// of the columns, a warp's each; whether an activation may come before.
-template <int ACT_, u32 M_, u32 NT_, u32 ROWS_, u32 GROUPS_, u32 STAGES_, bool STEPS_, u32 SPLIT_, bool ACTS_>
+// of the columns, a warp's each; whether an activation may come before; warpgroups beside those that make nothing else (0:
+// all make it), pieces of 16 bytes of gate that a thread of them holds at a time, and its registers.
+template <int ACT_, u32 M_, u32 NT_, u32 ROWS_, u32 GROUPS_, u32 STAGES_, bool STEPS_, u32 SPLIT_, bool ACTS_, u32 ACTING_,
+          u32 HELD_, int ACTING_REGISTERS_>
 struct Config {
   static constexpr int ACT = ACT_;
   static constexpr u32 M = M_, NT = NT_, ROWS = ROWS_, GROUPS = GROUPS_, STAGES = STAGES_, SPLIT = SPLIT_;
-  static constexpr bool STEPS = STEPS_, ACTS = ACTS_;
+  static constexpr bool STEPS = STEPS_, ACTS = ACTS_, APART = ACTING_ > 0;
+  static constexpr u32 ACTING = ACTING_, HELD = HELD_;
   static constexpr u32 KT = (M + 15) / 16, MP = 16 * KT;  // tiles of 16 lines
-  static constexpr u32 WARPS = 4 * GROUPS, THREADS = 32 * WARPS;
+  static constexpr u32 WARPS = 4 * GROUPS, SUM_THREADS = 32 * WARPS, THREADS = SUM_THREADS + 128 * ACTING;
   static constexpr u32 C = 8 * NT * SPLIT;
   static constexpr u32 BLOCK_BYTES = 128 * MP, BLOCKS = (C + 63) / 64, ROW_BYTES = BLOCK_BYTES * BLOCKS;
   static constexpr u32 STAGE_BYTES = ROW_BYTES * ROWS;
   static constexpr u32 PIECE = NT > 16 ? 16 : NT, PIECES = NT / PIECE;  // tiles of one instruction
   static constexpr u32 LINES_BYTES = 64 * NT;                           // of eight lines of codes, a warp's
-  static constexpr bool ACTS_FIRST = GROUPS > 1;                        // while products run
+  static constexpr bool ACTS_FIRST = ACTS && !APART && GROUPS > 1;      // while products run
+  static constexpr bool ACTS_LAST = ACTS && !APART && GROUPS == 1;
   static_assert(NT % PIECE == 0 && NT % 4 == 0, "whole instructions and blocks of 32");
   static_assert(SPLIT == 1 ? KT <= 4 * GROUPS : KT * SPLIT == WARPS && ROWS == 1 && !STEPS, "each warp has its own sums");
   static_assert(STAGES >= 2 && STAGES <= 8 && 16 * ROWS * WARPS <= BARRIERS_AT, "the head's places");
+  static_assert(!APART || ACTS && ROWS == 1 && STAGES == 2, "gate and up of one row");
+
+  // Registers are shared out anew: the sum may not pass what the block was given at its start.
+  static constexpr int GIVEN = 65536 / (RESIDENT * THREADS) / 8 * 8, ACTING_REGISTERS = ACTING_REGISTERS_;
+  static constexpr int SPARED = (GIVEN * static_cast<int>(THREADS) - ACTING_REGISTERS * 128 * static_cast<int>(ACTING)) /
+                                static_cast<int>(SUM_THREADS) / 8 * 8;
+  static constexpr int SUM_REGISTERS = SPARED < 240 ? SPARED : 240;
 
   // The 16 lines of H_m^T x that a warp takes. Warps without lines do nothing: so that those of the blocks of one
   // multiprocessor are not all of the same scheduler, the four of a warpgroup are turned, differently from block to block.
@@ -69,6 +81,13 @@ template <class T> struct Flat {
   DEVICE static u32 thread() { return ptx::opaque(threadIdx.x); }
   // Shared address of eight lines of codes of this warp's.
   DEVICE u32 lines() const { return in.stages - (T::WARPS - thread() / 32) * T::LINES_BYTES; }
+  // All that have sums meet.
+  DEVICE static void meet() {
+    if constexpr (T::APART)
+      ptx::barrier(15, T::SUM_THREADS);
+    else
+      __syncthreads();
+  }
   DEVICE u64 row_bytes() const {
     constexpr u64 N = T::M * T::C;
     return q.bits == 16 ? 2 * N : q.order == S64 ? N / 2 : N;
@@ -176,25 +195,29 @@ template <class T> struct Flat {
       if (made && busy) write_all(odd ^ 1, d, before);
       if (turn >= turns) break;
       const bool last = stage + 1 == places, more = turn + gridDim.x < turns;
-      if (!in.acts()) in.wait(stage, phase);
+      if (T::APART)
+        in.wait_for_activated(stage, phase);
+      else if (!in.acts())
+        in.wait(stage, phase);
 #pragma unroll
       for (u32 r = 0; r < T::ROWS; r++) start(d[r], r, stage);
       if (T::ACTS_FIRST && in.acts() && more) in.activate(last ? 0 : stage + 1, phase ^ last);
       float sums[T::ROWS];
       transform(d, sums, busy);
       if (busy) publish_all(odd, d, sums);
-      if (!T::ACTS_FIRST && in.acts() && more) in.activate(last ? 0 : stage + 1, phase ^ last);
-      __syncthreads();
+      if (T::ACTS_LAST && in.acts() && more) in.activate(last ? 0 : stage + 1, phase ^ last);
+      meet();
       if (threadIdx.x == 0) in.ask(turn + places * gridDim.x, stage);
       made = true, before = turn, turn += gridDim.x, stage = last ? 0 : stage + 1, phase ^= last;
     }
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128 * GROUP_COUNT, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREAD_COUNT, RESIDENT)
     ENTRY(const __grid_constant__ TensorMap x, const uint4 *matrix, u8 *out, float *scales, u32 rows, int activation,
           float factor, float eps, float share, int width, int bits, int order, float clip) {
   using T = Config<CONFIG>;
+  static_assert(T::THREADS == THREAD_COUNT, "kernels/quarot/flat_plan.py counts alike");
   extern __shared__ __align__(1024) u8 memory[];
   const u32 head = ptx::shared_address(memory), stages = head + HEAD_BYTES + T::WARPS * T::LINES_BYTES;
   Flat<T> f{{&x, rows, activation, stages, head + BARRIERS_AT}, factor, eps, share, {out, scales, width, bits, order, clip},
@@ -204,12 +227,22 @@ extern "C" __global__ void __launch_bounds__(128 * GROUP_COUNT, RESIDENT)
   if (threadIdx.x == 0) ptx::prefetch_map(&x);
   for (u32 i = threadIdx.x; i < 4 * T::ROWS * T::WARPS; i += T::THREADS) f.numbers[i] = 0.0f;
   f.in.init();
+  if constexpr (T::APART) {
+    __syncthreads();
+    if (threadIdx.x >= T::SUM_THREADS) {
+      ptx::fewer_registers<T::ACTING_REGISTERS>();
+      ptx::wait_for_previous_kernel();
+      f.in.activate_all(blockIdx.x);
+      return;
+    }
+    ptx::more_registers<T::SUM_REGISTERS>();
+  }
 #pragma unroll
   for (u32 k = 0; k < T::KT; k++) {
     const uint4 r = matrix[(T::tile() * T::KT + k) * 32 + threadIdx.x % 32];
     f.a[k][0] = r.x, f.a[k][1] = r.y, f.a[k][2] = r.z, f.a[k][3] = r.w;
   }
-  __syncthreads();
+  if constexpr (!T::APART) __syncthreads();
   ptx::wait_for_previous_kernel();
   f.run(blockIdx.x);
 }

@@ -113,8 +113,9 @@ DEVICE void store_shared_8(u32 address, float2 v) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
 
-DEVICE void store_shared_16(u32 address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+template <u32 AT = 0> DEVICE void store_shared_16(u32 address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0 + %5], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
+               "n"(AT)
                : "memory");
 }
 

@@ -5,7 +5,7 @@ times one; or m heads of C channels.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -21,6 +21,15 @@ MANY = 512  # rows of x
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """Warpgroups that only make activations: how many; pieces of 16 bytes and registers of a thread."""
+
+    warpgroups: int
+    held: int
+    registers: int
+
+
+@dataclass(frozen=True, slots=True)
 class Flat:
     """One compiled form; its ``Config`` says what the fields are.
 
@@ -33,6 +42,7 @@ class Flat:
     acts      it has code for an activation, and is chosen behind one too
     steps     C is transformed; else it is a head's channels
     split     shares of the columns, a warp's each
+    apart     who makes the activation, if not all; such a form is chosen behind one alone
     """
 
     size: int
@@ -44,6 +54,7 @@ class Flat:
     acts: bool = True
     steps: bool = True
     split: int = 1
+    apart: Apart | None = None
 
     @property
     def m(self) -> int:
@@ -68,7 +79,7 @@ class Flat:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 128 * self.groups
+        return 128 * (self.groups + (self.apart.warpgroups if self.apart else 0))
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -82,13 +93,18 @@ class Flat:
 
     def entry(self, dtype: str) -> str:
         """Return the kernel's name."""
-        return f"flat_{dtype}_m{self.m}_c{self.columns}{'' if self.steps else '_heads'}"
+        kind = "_acts" if self.apart else "" if self.steps else "_heads"
+        return f"flat_{dtype}_m{self.m}_c{self.columns}{kind}"
 
     def shared_bytes(self, acts: bool) -> int:
         """Bytes of shared memory; ``acts``: x is gate and up, which come to a stage and beside."""
         stage = -(-self.columns // BLOCK) * 128 * self.lines * self.rows
         codes = 4 * self.groups * 64 * self.nt  # eight lines of each warp
         return HEAD_BYTES + codes + (3 if acts else self.stages) * stage
+
+    def reads(self, acts: bool) -> bool:
+        """Tell whether this form reads such an x; ``acts``: gate and up."""
+        return acts if self.apart else self.acts or not acts
 
     def takes(self, transform: Transform, heads: int, size: int) -> bool:
         """Tell whether this form makes a transform."""
@@ -105,18 +121,24 @@ class Flat:
 
 
 # Sizes are those that were measured to gain over the dense form, on an H200: fp16, codes P32 of 8 bits,
-# 2048 and 8192 rows. 5120 gains nothing. 14336 has two: with half the lines a product is half as long, but
-# one warpgroup has to make the activation of a whole row.
+# 2048 and 8192 rows. 5120 gains nothing. From 8192 values on, warpgroups that only make the activation gain
+# 3 to 27 %; at 9216 and 13824 they lose. Forms for a plain x at 8192 and 28672 keep an activation's code:
+# without it the compiler holds less in registers (7 and 1 % slower).
 FLATS = (
     Flat(4096, 8, 1, 1, 2, 5),
+    Flat(8192, 16, 1, 1, 2, 2, apart=Apart(1, 2, 56)),
     Flat(8192, 16, 1, 1, 2, 4),
     Flat(9216, 8, 2, 3, 2, 1),
-    Flat(11008, 8, 2, 3, 2, 1),
+    Flat(11008, 8, 1, 3, 2, 1, apart=Apart(1, 4, 56)),
+    Flat(11008, 8, 2, 3, 2, 1, acts=False),
     Flat(13824, 12, 1, 3, 2, 1),
+    Flat(14336, 32, 1, 1, 2, 2, apart=Apart(1, 2, 56)),
     Flat(14336, 32, 1, 1, 2, 2, acts=False),
-    Flat(14336, 16, 1, 2, 2, 2),
-    Flat(16384, 32, 1, 1, 2, 2),
-    Flat(18944, 16, 1, 3, 2, 1),
+    Flat(16384, 32, 1, 1, 2, 2, apart=Apart(1, 4, 56)),
+    Flat(16384, 32, 1, 1, 2, 2, acts=False),
+    Flat(18944, 16, 1, 3, 2, 1, apart=Apart(1, 4, 64)),
+    Flat(18944, 16, 1, 3, 2, 1, acts=False),
+    Flat(28672, 32, 1, 2, 2, 1, apart=Apart(2, 2, 48)),
     Flat(28672, 32, 1, 2, 2, 1),
     Flat(32, 8, 1, 1, 3, 7, acts=False, steps=False, split=2),
     Flat(64, 16, 1, 1, 3, 4, acts=False, steps=False),
@@ -133,7 +155,7 @@ def choose(transform: Transform, heads: int, size: int, acts: bool, room: int) -
         acts: whether x is gate and up.
         room: bytes of shared memory that a block may take.
     """
-    fits = (row for row in FLATS if row.takes(transform, heads, size) and (row.acts or not acts))
+    fits = (row for row in FLATS if row.takes(transform, heads, size) and row.reads(acts))
     return next((row for row in fits if row.shared_bytes(acts) <= room), None)
 
 
@@ -166,11 +188,12 @@ def _defines(row: Flat, dtype: str) -> tuple[str, ...]:
         row.steps,
         row.split,
         row.acts,
+        *(astuple(row.apart) if row.apart else (0, 0, 0)),
     )
     found = (
         f"ENTRY={row.entry(dtype)}",
         f"CONFIG={','.join(map(str, shape)).replace('True', 'true').replace('False', 'false')}",
-        f"GROUP_COUNT={row.groups}",
+        f"THREAD_COUNT={row.threads}",
         f"RESIDENT={row.resident}",
     )
     return (*found, f"SIGNS={','.join(map(str, twelve_signs()))}") if row.twelve else found

@@ -31,6 +31,19 @@ def test_every_form_has_its_sizes() -> None:
     assert chosen == set(flat_plan.FLATS)
 
 
+def test_forms_with_warpgroups_that_only_activate_share_out_a_multiprocessor() -> None:
+    apart = [row for row in flat_plan.FLATS if row.apart]
+    assert {row.apart.warpgroups for row in apart} == {1, 2}
+    for row in apart:
+        assert not row.reads(False) and row.reads(True)
+        given = 65536 // (row.resident * row.threads) // 8 * 8
+        spare = given * row.threads - 128 * row.apart.warpgroups * row.apart.registers
+        sums = min(240, spare // (128 * row.groups) // 8 * 8)
+        held = 8 * row.apart.held  # registers of the pieces of gate and up
+        assert sums >= 4 * row.nt + 4 * row.kt and row.apart.registers >= held + 24, row
+        assert row.resident * (row.shared_bytes(True) + quantize_plan.RESERVED) <= 228 * 1024
+
+
 def test_what_was_not_measured_to_gain_has_no_form() -> None:
     for n in (2048, 3584, 5120, 7168, 10240, 12288, 32768, 576):
         assert flat_plan.choose(Transform.planned(n), 0, 1, False, ROOM) is None, n
@@ -108,9 +121,10 @@ def test_the_launch_follows_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_activation_and_another_architecture_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched(monkeypatch, 600, 16384)[0] == "flat_fp16_m64_c256"
-    stage, codes = 2 * 128 * 112, 8 * 64 * 16
-    both = (1024 + codes + 3 * stage, ((600, 224, 128), 28672, 112))
-    assert launched(monkeypatch, 600, 14336, "silu") == ("flat_fp16_m112_c128", 264, 256, *both)
+    both = (1024 + 4 * 64 * 32 + 3 * 4 * 128 * 64, ((600, 112, 256), 28672, 56))
+    assert launched(monkeypatch, 600, 14336, "silu") == ("flat_fp16_m56_c256_acts", 264, 256, *both)
+    wide = (1024 + 8 * 64 * 32 + 3 * 4 * 128 * 112, ((600, 224, 256), 57344, 112))
+    assert launched(monkeypatch, 600, 28672, "silu") == ("flat_fp16_m112_c256_acts", 132, 512, *wide)
     alone = (1024 + 4 * 64 * 32 + 2 * 4 * 128 * 64, ((600, 56, 256), 14336, 56))
     assert launched(monkeypatch, 600, 14336) == ("flat_fp16_m56_c256", 264, 128, *alone)
     for arch in ("sm_80", "sm_100"):

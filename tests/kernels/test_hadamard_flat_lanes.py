@@ -219,7 +219,7 @@ def stored(row: flat_plan.Flat, d: np.ndarray, order: int) -> np.ndarray:
     return out[: row.m]
 
 
-SIZES = [row.size for row in flat_plan.FLATS]
+SIZES = [*dict.fromkeys(row.size for row in flat_plan.FLATS)]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -284,6 +284,21 @@ def test_all_lines_have_one_warp_each(size: int) -> None:
     for block in range(0, 64, 4):
         tile = warp if row.kt % 4 == 0 else (warp & ~3) | ((warp + block // 4) & 3)
         assert sorted(tile) == list(range(row.tiles[0])) and (tile // 4 == warp // 4).all()
+
+
+@pytest.mark.parametrize("row", [row for row in flat_plan.FLATS if row.apart], ids=lambda row: str(row.size))
+def test_each_piece_is_activated_once(row: flat_plan.Flat) -> None:
+    """The rounds of a warpgroup that only activates: a thread holds some pieces of a block at a time."""
+    pieces, found = 8 * row.m, []
+    for first in range(0, pieces, 128 * row.apart.held):
+        count = min(row.apart.held, -(-(pieces - first) // 128))
+        for i, thread in itertools.product(range(count), range(128)):
+            at = first + 128 * i + thread
+            found += [at] if first + 128 * i + 128 <= pieces or at < pieces else []
+    assert sorted(found) == list(range(pieces))
+    blocks = -(-row.columns // flat_plan.BLOCK)
+    groups = [range(group, blocks, row.apart.warpgroups) for group in range(row.apart.warpgroups)]
+    assert sorted(itertools.chain(*groups)) == list(range(blocks)) and blocks >= row.apart.warpgroups
 
 
 def test_signs_of_twelve_are_those_of_its_matrix() -> None:
