@@ -82,7 +82,7 @@ def run(task: Task) -> None:
     with torch.cuda.device(index):
         card = launch.device(index)
         stream = arguments.current_stream(index)
-        row = None if task.transform.factors else row_plan.choose(task.form.width, task.acts)
+        row = None if task.transform.factors else row_plan.choose(card.arch, task.form.width, task.acts)
         if row is not None:
             _row(card, stream, task, row)
             return

@@ -50,20 +50,35 @@ class Rows:
         return File("quantize_rows.cu", entry, (*defines, *more))
 
 
-# The first that holds a row takes it. On an H200, 8192 rows of a norm with gain took at 4096 values 26.7 us
-# with two pairs, 31 with four, 37 with one; at 8192 values 56 us with four and the next row ahead, 60 without
-# it, 72 with eight. Past 12288 values there is one block of as many threads as it may have.
+# The first that holds a row takes it. On an H200, 8192 rows of a norm with gain took at 8192 values 50.9
+# us with three pairs and the next row ahead, 52.4 to 56 with two, 56 with four; at 12288 75 us with three,
+# 84 with four; at 4096 26.3 us with two, 31 with four, 37 with one. Past all others there is one block of
+# as many threads as it may have. The compiler for later cards spills with three pairs.
 ROWS = (Rows(2, 7, 4), Rows(4, 6, 2, ahead=True), Rows(2, 16, 1, ahead=True))
+ROWS_OF = {
+    "sm_90a": (
+        Rows(2, 4, 8),
+        Rows(2, 7, 4),
+        Rows(3, 6, 3, ahead=True),
+        Rows(3, 8, 2, ahead=True),
+        Rows(2, 16, 1, ahead=True),
+    )
+}
 ACTS = (Rows(1, 16, 2, acts=True), Rows(2, 16, 1, acts=True))
 
 
-def choose(width: int, acts: bool) -> Rows | None:
+def forms(arch: str, acts: bool) -> tuple[Rows, ...]:
+    """Return the forms of an architecture; ``acts``: x is gate and up."""
+    return ACTS if acts else ROWS_OF.get(arch, ROWS)
+
+
+def choose(arch: str, width: int, acts: bool) -> Rows | None:
     """Return the form for rows of ``width`` codes, or None: too wide; ``acts``: x is gate and up."""
-    return next((row for row in (ACTS if acts else ROWS) if row.warps_of(width) <= row.warps), None)
+    return next((row for row in forms(arch, acts) if row.warps_of(width) <= row.warps), None)
 
 
 def files(arch: str) -> Iterator[File]:
-    """Yield what is compiled for an architecture: the same forms everywhere."""
+    """Yield what is compiled for an architecture."""
     for dtype in DTYPES:
-        for row in (*ROWS, *ACTS):
+        for row in (*forms(arch, False), *forms(arch, True)):
             yield row.file(dtype, arch)

@@ -315,7 +315,7 @@ def test_norm_and_quantize(gained: bool, dtype: torch.dtype) -> None:
                 compare(found, y, dtype, (bits, clip, order), width)
 
 
-@pytest.mark.parametrize("k", [1000, 3072, 5120, 7168, 7176, 12288, 12296, 16384])
+@pytest.mark.parametrize("k", [1000, 3072, 4104, 5120, 7168, 7176, 9216, 9224, 12288, 12296, 16384])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_without_a_transform_at_the_edges_of_their_forms(k: int, dtype: torch.dtype) -> None:
     """Widths that fill a form and that begin the next, with padding; more rows than blocks on the card."""

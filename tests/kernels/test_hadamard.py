@@ -230,7 +230,7 @@ def test_what_a_launch_names_is_built() -> None:
     for dtype in tiles.DTYPES:
         assert quantize_plan.any_entry(dtype) in entries
         named = [row.entry(dtype) for row in (*quantize_plan.WIDTHS, *quantize_plan.HEADS)]
-        named += [row.entry(dtype) for row in (*row_plan.ROWS, *row_plan.ACTS)]
+        named += [row.entry(dtype) for acts in (False, True) for row in row_plan.forms("sm_90a", acts)]
         assert len(set(named)) == len(named) and set(named) <= entries
 
 

@@ -8,14 +8,15 @@ torch = pytest.importorskip("torch")
 from w4pack.kernels import build, tiles  # noqa: E402
 from w4pack.kernels.quarot import orders_int, row_plan  # noqa: E402
 
-WIDTHS = (64, 1024, 1088, 4096, 5120, 7168, 7232, 8192, 12288, 12352, 14336, 16384)
+WIDTHS = (64, 1024, 1088, 4096, 4160, 5120, 7168, 7232, 8192, 9216, 9280, 12288, 12352, 14336, 16384)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("acts", [False, True])
-def test_every_width_has_the_first_form_that_holds_it(acts: bool) -> None:
-    forms = row_plan.ACTS if acts else row_plan.ROWS
+def test_every_width_has_the_first_form_that_holds_it(arch: str, acts: bool) -> None:
+    forms = row_plan.forms(arch, acts)
     for width in range(64, 16384 + 1, 64):
-        row = row_plan.choose(width, acts)
+        row = row_plan.choose(arch, width, acts)
         assert row is not None and row.warps_of(width) <= row.warps <= 32
         held = 512 * row.pairs * row.warps_of(width)
         assert width <= held < width + 512 * row.pairs
@@ -23,25 +24,25 @@ def test_every_width_has_the_first_form_that_holds_it(acts: bool) -> None:
         assert all(512 * other.pairs * other.warps < width for other in smaller)
         blocks = row.blocks(width)
         assert blocks == 32 or row.resident * row.warps < row.warps_of(width) * (blocks + 1)
-    assert row_plan.choose(16448, acts) is None
+    assert row_plan.choose(arch, 16448, acts) is None
 
 
 def test_widths_of_models_have_the_forms_that_were_measured() -> None:
-    wanted = {2048: (2, 2, 14), 4096: (2, 4, 7), 5120: (2, 5, 5), 8192: (4, 4, 3), 14336: (2, 14, 1)}
-    for width, (pairs, warps, blocks) in wanted.items():
-        row = row_plan.choose(width, False)
-        assert row is not None and (row.pairs, row.warps_of(width), row.blocks(width)) == (
-            pairs,
-            warps,
-            blocks,
-        )
+    wanted = {
+        "sm_90a": {2048: (2, 2, 16), 4096: (2, 4, 8), 5120: (2, 5, 5), 8192: (3, 6, 3), 14336: (2, 14, 1)},
+        "sm_120": {2048: (2, 2, 14), 4096: (2, 4, 7), 5120: (2, 5, 5), 8192: (4, 4, 3), 14336: (2, 14, 1)},
+    }
+    for arch, widths in wanted.items():
+        for width, form in widths.items():
+            row = row_plan.choose(arch, width, False)
+            assert row is not None and (row.pairs, row.warps_of(width), row.blocks(width)) == form
 
 
 def test_the_forms_are_built_for_every_architecture() -> None:
     for arch in (*tiles.ARCHES, tiles.PTX_ARCH):
         built = {job.entry: job for job in build.jobs(arch)}
         for dtype in tiles.DTYPES:
-            for row in (*row_plan.ROWS, *row_plan.ACTS):
+            for row in (*row_plan.forms(arch, False), *row_plan.ACTS):
                 assert built[row.entry(dtype)].hot
         assert {built[row.entry("fp16")].source for row in row_plan.ACTS} == {"quantize_acts.cu"}
 
@@ -93,9 +94,9 @@ def columns(row: row_plan.Rows, width: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("acts", [False, True])
-def test_the_lanes_write_each_code_where_its_order_wants_it(width: int, acts: bool) -> None:
-    row = row_plan.choose(width, acts)
+@pytest.mark.parametrize(("arch", "acts"), [("sm_90a", False), ("sm_100", False), ("sm_90a", True)])
+def test_the_lanes_write_each_code_where_its_order_wants_it(width: int, arch: str, acts: bool) -> None:
+    row = row_plan.choose(arch, width, acts)
     assert row is not None
     k = width - 56 if width % 1024 else width  # what lies past K are codes of 0
     codes = np.zeros((1, 512 * row.pairs * row.warps_of(width)), np.int8)
