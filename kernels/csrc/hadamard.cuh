@@ -6,7 +6,7 @@
 //
 // so that in every order of codes (kernels/quarot/orders_int.py) a lane writes 16 bytes at once.
 #pragma once
-#include "number.cuh"
+#include "hadamard_ptx.cuh"
 
 enum Activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_NORM = 3 };  // what the input is
 enum Order { NATURAL = 0, P32 = 1, S64 = 2, Q32 = 3 };                           // of the codes
@@ -27,12 +27,7 @@ namespace hadamard {
 constexpr float MAGIC = 12582912.0f;       // 1.5 * 2^23: adding it rounds to an integer, half to even, in the low bits
 constexpr float SMALLEST = 1.17549435e-38f;  // a smaller scale has no reciprocal: the row counts as zeros
 
-// The larger of a and |b|, a from 0 on; keeps a NaN, which fmaxf drops.
-DEVICE float max_abs(float a, float b) {
-  float out;
-  asm("{ .reg .f32 y; abs.f32 y, %2; max.NaN.f32 %0, %1, y; }" : "=f"(out) : "f"(a), "f"(b));
-  return out;
-}
+using ptx::max_abs;
 
 // The largest |v| of a warp; bits of non-negative floats are ordered as integers, NaN above all.
 DEVICE float warp_max(float v) { return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(v))); }
@@ -53,19 +48,6 @@ template <int COUNT, int STEP> DEVICE void butterfly(float (&v)[COUNT]) {
     }
 }
 
-DEVICE float reciprocal_approximate(float a) {
-  float out;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));
-  return out;
-}
-
-// a * b, or 0 where that is not normal.
-DEVICE float multiply_or_zero(float a, float b) {
-  float out;
-  asm("mul.ftz.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
-  return out;
-}
-
 // What the activation multiplies g by is 1 / (1 + 2^z): SiLU is g * sigmoid(g); GELU's tanh form is g * sigmoid(2 v),
 // v = sqrt(2 / pi) * (g + 0.044715 g^3).
 template <int ACTIVATION> DEVICE float exponent(float g) {
@@ -83,8 +65,8 @@ template <int ACT, int ACTIVATION> DEVICE u32 activate_pair(u32 gate, u32 up) {
   const float g = N::to_float(gate & 0xFFFF), h = N::to_float(gate >> 16);
   const float a = fmaf(ptx::exp2(fminf(exponent<ACTIVATION>(g), MOST)), SMALL, SMALL);
   const float b = fmaf(ptx::exp2(fminf(exponent<ACTIVATION>(h), MOST)), SMALL, SMALL);
-  const float both = reciprocal_approximate(a * b) * SMALL;
-  return N::pack(g * multiply_or_zero(both, b) * N::to_float(up & 0xFFFF), h * multiply_or_zero(both, a) * N::to_float(up >> 16));
+  const float both = ptx::reciprocal_or_zero(a * b) * SMALL;
+  return N::pack(g * ptx::multiply_or_zero(both, b) * N::to_float(up & 0xFFFF), h * ptx::multiply_or_zero(both, a) * N::to_float(up >> 16));
 }
 
 template <int ACT, int ACTIVATION> DEVICE uint4 activate_octet(uint4 gate, uint4 up) {
@@ -110,8 +92,7 @@ DEVICE float over(float a, float divisor, float reciprocal) {
 
 // 1 / a of a normal a, for the same reason.
 DEVICE float reciprocal(float a) {
-  float r;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(r) : "f"(a));
+  const float r = ptx::reciprocal_approximate(a);
   return fmaf(fmaf(-a, r, 1.0f), r, r);
 }
 

@@ -46,21 +46,11 @@ template <int ACT_, u32 MP_, u32 LOG_C_, u32 NT_BITS_, u32 MT_, u32 WARPS_, bool
 // Where bits 3, 5, 6, 7 of a column lie when they are counted together: n-tiles and lanes of groups.
 DEVICE constexpr u32 spread(u32 i) { return (i & 1) << 3 | (i >> 1 & 1) << 5 | (i >> 2 & 1) << 6 | (i >> 3 & 1) << 7; }
 
-// Copies 16 bytes if `line` is below `lines`. Distances are part of the instruction: one address serves a thread.
-template <u32 TO, u32 FROM> DEVICE void copy_line(u32 to, const void *from, u32 line, u32 lines) {
-  asm volatile(
-      "{ .reg .pred p;\n"
-      "setp.lt.u32 p, %2, %3;\n"
-      "@p cp.async.cg.shared.global.L2::128B [%0 + %4], [%1 + %5], 16; }" ::"r"(to), "l"(from), "r"(line), "r"(lines),
-      "n"(TO), "n"(FROM)
-      : "memory");
-}
-
 // Lines I, I + STEP, ... below MOST of C values each, to lines of PITCH values.
 template <class T, u32 PITCH, u32 MOST, u32 I = 0>
 DEVICE void copy_lines(u32 to, const void *from, u32 line, u32 lines) {
   if constexpr (I < MOST) {
-    copy_line<2 * I * PITCH, 2 * I * T::C>(to, from, line + I, lines);
+    ptx::copy_line<2 * I * PITCH, 2 * I * T::C>(to, from, line + I, lines);
     copy_lines<T, PITCH, MOST, I + T::LINES>(to, from, line, lines);
   }
 }

@@ -7,15 +7,9 @@
 // d += a * b, 16 x 8 x 32 s8 or 16 x 8 x 64 s4; the B registers of a step are the same bytes for both.
 template <class T> DEVICE void product(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   if constexpr (T::KIND == S4_W4)
-    asm volatile("mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    ptx::multiply_s4(d, a, b0, b1);
   else
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    ptx::multiply_s8(d, a, b0, b1);
 }
 
 // One step: 32 bytes of every token's row. `b` holds two steps of each token tile.

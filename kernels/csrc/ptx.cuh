@@ -76,6 +76,21 @@ DEVICE void load_matrix_x4_transposed(u32 (&to)[4], u32 address) {
                : "memory");
 }
 
+// d += a * b, 16 x 8 x 32 codes of 8 bits.
+DEVICE void multiply_s8(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// The same, 16 x 8 x 64 codes of 4 bits.
+DEVICE void multiply_s4(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Transposes an 8x8 matrix of 16-bit values that lies across the warp.
 DEVICE u32 transpose_matrix(u32 value) {
   u32 out;
