@@ -1,16 +1,19 @@
-"""Kernels of mma.sync run from their own source on a CPU: ``emulator`` has what a card's instructions do.
+"""Kernels without wgmma run from their own source on a CPU: ``emulator`` has what a card's instructions do.
 
-The code that launches a kernel on a card runs as it is, with tensors of the CPU; where it would start the
-kernel, the host's C++ compiler makes it with the defines of the build, beside ``ptx.cuh`` and ``number.cuh`` of
-the emulator instead of csrc's.
+The code that launches a kernel on a card runs as it is, with tensors of the CPU. Where it would start the
+kernel, the host's C++ compiler makes it with the defines of the build, beside the emulator's files of
+instructions instead of csrc's.
 """
 
 import ctypes
+import hashlib
+import os
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,11 +24,14 @@ from unittest import mock
 import torch
 
 from w4pack.kernels import build, gemm_launch, launch, tiles
-from w4pack.kernels.quarot import int_launch
+from w4pack.kernels.quarot import int_launch, quantize_launch, quantize_plan
 
 HERE = Path(__file__).resolve().parent / "emulator"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w")
+OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w")
+DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];")
+DECLARED = re.compile(r"^(?!extern).*__shared__", re.MULTILINE)
+ROOM = {"sm_80": 163, "sm_90a": 227, "sm_100": 227, "sm_120": 99}  # KiB of shared memory of a block
 
 
 @dataclass
@@ -41,6 +47,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self._sums = torch.empty(self.multiprocessors * tiles.SUMS_PER_MULTIPROCESSOR // 4)
+        self._kept: list[torch.Tensor] = []
         self._flags = torch.zeros(self.multiprocessors * tiles.FLAGS_PER_MULTIPROCESSOR, dtype=torch.int32)
 
     def workspace(self, stream: int) -> SimpleNamespace:
@@ -49,7 +56,14 @@ class Machine:
         return SimpleNamespace(sums=self._sums.data_ptr(), flags=self._flags.data_ptr())
 
     def start(
-        self, card: Any, entry: str, grid: int, threads: int, shared: int, stream: int, *given: Any
+        self,
+        card: Any,
+        entry: str,
+        grid: int | tuple[int, int],
+        threads: int,
+        shared: int,
+        stream: int,
+        *given: Any,
     ) -> None:
         """Run what ``launch.start`` starts on a card.
 
@@ -60,9 +74,25 @@ class Machine:
         job = _jobs(self.arch)[entry]
         arguments = [a if isinstance(a, ctypes._SimpleCData) else ctypes.c_void_p(a) for a in given]
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        failure = _compiled(job)(grid, threads, shared, int(self.late), self.seed, pointers)
+        grids = grid if isinstance(grid, tuple) else (grid, 1)
+        failure = _compiled(job)(*grids, threads, shared, int(self.late), self.seed, pointers)
         assert failure is None, f"{entry}: {failure.decode()}"
         assert not bool(self._flags.any()), f"{entry}: flags are not zero again"
+
+    def fragments_of(self, task: quantize_launch.Task, form: quantize_plan.Tiled, index: int) -> int:
+        """Return the address of a transform's table, as ``quantize_launch`` keeps it on a card."""
+        found = quantize_plan.dense(task.transform, task.heads, task.size, ROOM[self.arch] << 10)
+        assert found is not None
+        name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[task.x.dtype]
+        table = aligned(torch.from_numpy(quantize_plan.fragments(task.transform, form, found[1], name)))
+        self._kept.append(table)
+        return table.data_ptr()
+
+    def tables(self, transform: Any, size: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tables of the general transform."""
+        entries, words = (aligned(torch.from_numpy(t)) for t in quantize_plan.any_tables(transform, size))
+        self._kept += [entries, words]
+        return entries, words
 
 
 @contextmanager
@@ -75,6 +105,10 @@ def machine(arch: str, *, late: bool, seed: int) -> Iterator[Machine]:
         mock.patch.object(torch.cuda, "current_device", lambda: -1),
         mock.patch.object(gemm_launch, "current_stream", lambda index: 0),
         mock.patch.object(int_launch.arguments, "current_stream", lambda index: 0),
+        mock.patch.object(torch.cuda, "device", lambda index: nullcontext()),
+        mock.patch.object(quantize_launch, "_card", lambda index: (ROOM[arch] << 10, (ROOM[arch] + 1) << 10)),
+        mock.patch.object(quantize_launch, "_fragments_of", card.fragments_of),
+        mock.patch.object(quantize_launch, "_tables", card.tables),
     ):
         yield card
 
@@ -94,21 +128,41 @@ def _jobs(arch: str) -> dict[str, build.Job]:
 
 @cache
 def _sources() -> Path:
-    """Return a folder with the kernels' sources beside the emulator's instructions."""
-    folder = Path(tempfile.mkdtemp(prefix="w4pack-emulated-"))
-    for path in (*build.SOURCES.glob("*.cu*"), *HERE.iterdir()):
-        shutil.copy(path, folder / path.name)
+    """Return a folder with the kernels' sources beside the emulator's instructions; processes share it."""
+    texts = {path.name: path.read_text() for path in (*build.SOURCES.glob("*.cu*"), *HERE.iterdir())}
+    # A block's own memory instead of one array for all.
+    own = r"\n#define \2 (reinterpret_cast<\1 *>(machine::dynamic_memory()))\n"
+    texts = {name: DYNAMIC.sub(own, text) for name, text in sorted(texts.items())}
+    digest = hashlib.sha256(repr((texts, COMPILER, OPTIONS)).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"w4pack-emulated-{os.getuid()}-{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for name, text in texts.items():
+        _put(folder / name, lambda made, text=text: made.write_text(text))
     return folder
+
+
+def _put(path: Path, make: Callable[[Path], object]) -> None:
+    """Make a file that is there as a whole or not at all."""
+    if not path.exists():
+        made = path.with_name(f"{path.name}.{os.getpid()}")
+        make(made)
+        made.replace(path)
 
 
 @cache
 def _compiled(job: build.Job) -> Any:
     folder = _sources()
-    library = folder / f"{job.entry}.so"
-    given = [f'-DSOURCE="{job.source}"', *(f"-D{define}" for define in job.defines)]
-    command = [str(COMPILER), *OPTIONS, *given, str(folder / "launch.cpp"), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    apart = DECLARED.search((folder / job.source).read_text()) is not None
+    defines = [*job.defines, f'SOURCE="{job.source}"', f"EMULATED_ALONE={int(apart)}"]
+    library = folder / f"{hashlib.sha256(repr(defines).encode()).hexdigest()[:24]}.so"
+
+    def compile_to(made: Path) -> None:
+        given = [f"-D{define}" for define in defines]
+        command = [str(COMPILER), *OPTIONS, *given, str(folder / "launch.cpp"), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    _put(library, compile_to)
     emulate = ctypes.CDLL(str(library)).emulate
     emulate.restype = ctypes.c_char_p
     return emulate

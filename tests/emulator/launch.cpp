@@ -1,8 +1,5 @@
 // One kernel and its launch on the machine of machine.h; compiled with the kernel's own defines and -DSOURCE.
 #include "machine.h"
-#include SOURCE
-
-u8 shared[1];  // the block's memory is reached by address
 
 namespace machine {
 
@@ -17,13 +14,14 @@ template <class... A> void call(void (*kernel)(A...), void **arguments) {
 }
 
 inline void **given;
+inline void (*kernel)(void **);
 
 void body() {
   try {
-    call(ENTRY, given);
+    kernel(given);
     wait_for_copies(0);
   } catch (const Failure &found) {
-    failure = "block " + std::to_string(current->block->index) + ", thread " + std::to_string(current->thread) + ": " + found.text;
+    failure = "block " + std::to_string(current->block->index.x) + ", thread " + std::to_string(current->thread) + ": " + found.text;
   }
   current->done = true, events++;
   swapcontext(&current->context, &scheduler);
@@ -31,19 +29,20 @@ void body() {
 
 void resume(Fiber &fiber) {
   current = &fiber;
-  threadIdx.x = fiber.thread, blockIdx.x = fiber.block->index;
+  threadIdx.x = fiber.thread, blockIdx = fiber.block->index;
   swapcontext(&scheduler, &fiber.context);
 }
 
-void run(u32 grid, u32 threads, u32 shared_bytes, u32 seed) {
-  std::vector<Block> blocks(grid);
-  std::vector<Fiber> fibers(grid * threads);
-  for (u32 b = 0; b < grid; b++) {
-    blocks[b].index = b;
-    blocks[b].shared.assign(shared_bytes, 0xFF);
+// Blocks from `first` on, `count` of them, at the same time.
+void run(u32 first, u32 count, u32 threads, u32 shared_bytes, u32 seed) {
+  std::vector<Block> blocks(count);
+  std::vector<Fiber> fibers(count * threads);
+  for (u32 b = 0; b < count; b++) {
+    blocks[b].index = {(first + b) % gridDim.x, (first + b) / gridDim.x, 0};
+    blocks[b].memory.assign(shared_bytes, 0xFF);
     blocks[b].warps.resize(threads / 32);
   }
-  for (u32 i = 0; i < grid * threads; i++) {
+  for (u32 i = 0; i < count * threads; i++) {
     Fiber &fiber = fibers[i];
     fiber.block = &blocks[i / threads], fiber.thread = i % threads;
     fiber.stack.reset(new u8[STACK_BYTES]);
@@ -68,11 +67,16 @@ void run(u32 grid, u32 threads, u32 shared_bytes, u32 seed) {
 
 }  // namespace machine
 
+#include SOURCE  // the names of its arrays are macros from here on
+
 // Runs the kernel; `arguments` are pointers to its parameters. Returns nullptr, or what went wrong.
-extern "C" const char *emulate(u32 grid, u32 threads, u32 shared_bytes, int late, u32 seed, void **arguments) {
+extern "C" const char *emulate(u32 grid_x, u32 grid_y, u32 threads, u32 shared_bytes, int late, u32 seed, void **arguments) {
   machine::failure.clear();
   machine::late = late != 0, machine::given = arguments;
-  gridDim.x = grid, blockDim.x = threads;
-  machine::run(grid, threads, shared_bytes, seed);
+  machine::kernel = [](void **given) { machine::call(ENTRY, given); };
+  gridDim = {grid_x, grid_y, 1}, blockDim = {threads, 1, 1};
+  const u32 blocks = grid_x * grid_y, at_once = EMULATED_ALONE ? 1 : blocks;
+  for (u32 first = 0; first < blocks && machine::failure.empty(); first += at_once)
+    machine::run(first, std::min(at_once, blocks - first), threads, shared_bytes, seed);
   return machine::failure.empty() ? nullptr : machine::failure.c_str();
 }

@@ -3,7 +3,8 @@
 // Fibers run one at a time, in an order that `seed` shuffles, and change where an instruction waits for others: at
 // barriers, in instructions of a whole warp, where a flag of another block is read. Copies of cp.async happen as early or
 // as late as the architecture allows: where they are asked for, or where a thread waits for their group.
-// Shared memory begins as bytes of 0xFF (NaNs); accesses past its end, misaligned ones and stand-stills are errors.
+// Dynamic shared memory begins as bytes of 0xFF (NaNs); accesses past its end, misaligned ones and stand-stills are errors.
+// Arrays that a kernel declares itself are one for all blocks: such kernels run block after block.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -21,7 +22,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __global__
-#define __shared__
+#define __shared__ static
 #define __align__(bytes)
 #define __launch_bounds__(...)
 
@@ -74,8 +75,8 @@ struct Barrier {
   u64 generation = 0;
 };
 struct Block {
-  u32 index;
-  std::vector<u8> shared;
+  Index index;
+  std::vector<u8> memory;  // dynamic shared memory
   std::vector<Warp> warps;
   Barrier barriers[16];
 };
@@ -103,9 +104,28 @@ namespace machine {
 
 inline void yield() { swapcontext(&current->context, &scheduler); }
 
+inline u8 *dynamic_memory() { return current->block->memory.data(); }
+
+// Addresses of arrays that a kernel declares: each a megabyte above the last, behind all dynamic memory.
+constexpr u32 DECLARED = 0x80000000u, APART = 1u << 20;
+inline std::vector<const u8 *> declared;
+inline u32 shared_address(const void *pointer) {
+  const u8 *const at = static_cast<const u8 *>(pointer), *const memory = dynamic_memory();
+  if (at >= memory && at <= memory + current->block->memory.size()) return static_cast<u32>(at - memory);
+  const auto found = std::find(declared.begin(), declared.end(), at);
+  const u32 place = static_cast<u32>(found - declared.begin());
+  if (found == declared.end()) declared.push_back(at);
+  return DECLARED + place * APART;
+}
+
 inline u8 *shared_at(u32 address, u32 bytes) {
-  auto &memory = current->block->shared;
+  auto &memory = current->block->memory;
   if (address % bytes != 0) throw Failure("misaligned access of shared memory at " + std::to_string(address));
+  if (address >= DECLARED) {
+    const u32 place = (address - DECLARED) / APART;
+    if (place >= declared.size()) throw Failure("an address of no array");
+    return const_cast<u8 *>(declared[place]) + (address - DECLARED) % APART;
+  }
   if (u64(address) + bytes > memory.size())
     throw Failure("shared memory has " + std::to_string(memory.size()) + " bytes, accessed at " + std::to_string(address));
   return memory.data() + address;
@@ -170,12 +190,46 @@ inline void __syncwarp() {
   const u32 nothing = 0;
   machine::together(&nothing, 1);
 }
-inline u32 __shfl_xor_sync(u32, u32 v, u32 mask) { return machine::together(&v, 1)[machine::lane() ^ mask][0]; }
+// What lane `from` of the warp gave.
+template <class V> V of_lane(V v, u32 from) {
+  static_assert(sizeof(V) == 4);
+  u32 word;
+  std::memcpy(&word, &v, 4);
+  word = machine::together(&word, 1)[from % 32][0];
+  std::memcpy(&v, &word, 4);
+  return v;
+}
+template <class V> V __shfl_xor_sync(u32, V v, u32 mask) { return of_lane(v, machine::lane() ^ mask); }
+template <class V> V __shfl_sync(u32, V v, u32 from) { return of_lane(v, from); }
+template <class V> V __shfl_up_sync(u32, V v, u32 by) { return of_lane(v, machine::lane() < by ? machine::lane() : machine::lane() - by); }
 inline bool __all_sync(u32, bool v) {
   const u32 given = v;
   const auto all = machine::together(&given, 1);
   return std::all_of(all, all + 32, [](const u32 *words) { return words[0] != 0; });
 }
+inline bool __any_sync(u32, bool v) { return !__all_sync(0, !v); }
+inline u32 __ballot_sync(u32, bool v) {
+  const u32 given = v;
+  const auto all = machine::together(&given, 1);
+  u32 out = 0;
+  for (u32 i = 0; i < 32; i++) out |= all[i][0] << i;
+  return out;
+}
+inline u32 __reduce_max_sync(u32, u32 v) {
+  const auto all = machine::together(&v, 1);
+  u32 out = 0;
+  for (u32 i = 0; i < 32; i++) out = std::max(out, all[i][0]);
+  return out;
+}
+inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
+inline void __threadfence() {}
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float rsqrtf(float a) { return static_cast<float>(1.0 / std::sqrt(double(a))); }
 inline float __uint_as_float(u32 v) {
   float out;
   std::memcpy(&out, &v, 4);

@@ -4,7 +4,7 @@
 
 namespace ptx {
 
-inline u32 shared_address(const void *) { return 0; }  // of the block's one array
+inline u32 shared_address(const void *pointer) { return machine::shared_address(pointer); }
 
 inline void copy_async_16(u32 to, const void *from) { machine::copy_async({to, from, 16}); }
 inline void copy_async_16_or_zero(u32 to, const void *from, u32 bytes) { machine::copy_async({to, from, bytes}); }
@@ -76,6 +76,19 @@ inline void load_16_if(u32 (&v)[4], const void *from, bool there) {
 inline void load_8_if(u32 (&v)[2], const void *from, bool there) {
   std::memset(v, 0, 8);
   if (there) std::memcpy(v, from, 8);
+}
+
+inline void load_matrix_x4_transposed(u32 (&to)[4], u32 address) {
+  const auto given = machine::together(&address, 1);
+  const u32 row = machine::lane() / 4, column = machine::lane() % 4 * 2;
+  for (u32 i = 0; i < 4; i++) {
+    const auto at = [&](u32 r) { return u32(machine::load_shared<u16>(given[8 * i + r][0] + 2 * row)); };
+    to[i] = at(column) | at(column + 1) << 16;
+  }
+}
+inline float exp2(float v) {
+  const float found = std::exp2(v);
+  return std::fabs(found) < 1.17549435e-38f ? 0.0f : found;
 }
 
 inline u32 opaque(u32 value) { return value; }

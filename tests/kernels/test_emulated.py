@@ -1,4 +1,4 @@
-"""Tiles of mma.sync run on a CPU from their own source, against exact sums: every tile of every card's table."""
+"""Tiles of mma.sync run on a CPU from their own source, against exact sums: all of every card's table."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import emulated  # noqa: E402
+
 from w4pack.kernels import gemm_launch, reference, tiles  # noqa: E402
 from w4pack.kernels.arguments import Packed  # noqa: E402
 from w4pack.kernels.quarot import int_launch, int_reference, int_tiles, orders_int  # noqa: E402
