@@ -21,10 +21,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from w4pack.kernels import build, gemm_launch, launch, tiles
-from w4pack.kernels.quarot import int_launch, quantize_launch, quantize_plan
+from w4pack.kernels.quarot import int_launch, kv_launch, quantize_launch, quantize_plan
 
 HERE = Path(__file__).resolve().parent / "emulator"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -79,20 +80,25 @@ class Machine:
         assert failure is None, f"{entry}: {failure.decode()}"
         assert not bool(self._flags.any()), f"{entry}: flags are not zero again"
 
+    def _keep(self, table: np.ndarray) -> torch.Tensor:
+        self._kept.append(aligned(torch.from_numpy(table)))
+        return self._kept[-1]
+
     def fragments_of(self, task: quantize_launch.Task, form: quantize_plan.Tiled, index: int) -> int:
         """Return the address of a transform's table, as ``quantize_launch`` keeps it on a card."""
         found = quantize_plan.dense(task.transform, task.heads, task.size, ROOM[self.arch] << 10)
         assert found is not None
         name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[task.x.dtype]
-        table = aligned(torch.from_numpy(quantize_plan.fragments(task.transform, form, found[1], name)))
-        self._kept.append(table)
-        return table.data_ptr()
+        return self._keep(quantize_plan.fragments(task.transform, form, found[1], name)).data_ptr()
 
     def tables(self, transform: Any, size: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tables of the general transform."""
-        entries, words = (aligned(torch.from_numpy(t)) for t in quantize_plan.any_tables(transform, size))
-        self._kept += [entries, words]
+        entries, words = map(self._keep, quantize_plan.any_tables(transform, size))
         return entries, words
+
+    def signs(self, transform: str, index: int) -> torch.Tensor:
+        """Return the signs of a transform of heads."""
+        return self._keep(kv_launch.sign_words(transform))
 
 
 @contextmanager
@@ -109,6 +115,7 @@ def machine(arch: str, *, late: bool, seed: int) -> Iterator[Machine]:
         mock.patch.object(quantize_launch, "_card", lambda index: (ROOM[arch] << 10, (ROOM[arch] + 1) << 10)),
         mock.patch.object(quantize_launch, "_fragments_of", card.fragments_of),
         mock.patch.object(quantize_launch, "_tables", card.tables),
+        mock.patch.object(kv_launch, "_signs", card.signs),
     ):
         yield card
 

@@ -34,15 +34,19 @@ def _factors(transform: str) -> tuple[np.ndarray, int]:
     return dense, log_r
 
 
-@cache
-def _signs(transform: str, index: int) -> torch.Tensor:
-    """Return the signs of the dense factor on a card, a bit each, rows of whole words; kept for good."""
-    outside_capture(transform)
+def sign_words(transform: str) -> np.ndarray:
+    """Return the signs of the dense factor, a bit each: int32, rows of whole words."""
     dense, _ = _factors(transform)
     padded = np.zeros((dense.shape[0], -(-dense.shape[1] // 32) * 32), np.uint8)
     padded[:, : dense.shape[1]] = dense < 0
-    words = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
-    return torch.from_numpy(words.copy()).to(f"cuda:{index}")
+    return np.packbits(padded, axis=1, bitorder="little").view(np.int32).copy()
+
+
+@cache
+def _signs(transform: str, index: int) -> torch.Tensor:
+    """Return the signs of a transform on a card; kept for good."""
+    outside_capture(transform)
+    return torch.from_numpy(sign_words(transform)).to(f"cuda:{index}")
 
 
 def _turn(transform: str, head_dim: int, index: int) -> tuple[Argument, ...]:

@@ -105,19 +105,19 @@ inline u32 permute_bytes(u32 a, u32 b, u32 selector) {
 
 // The element of A (16 x K) or B (K x 8) that lane 4 g + t holds at place i of register r, K in bytes or nibbles of 32 a
 // row: rows g and g + 8, K in two halves.
-template <u32 BITS> int code(u32 word, u32 i) {
-  const int v = static_cast<int>(word << (32 - BITS * (i + 1))) >> (32 - BITS);
+template <u32 WIDTH> int code(u32 word, u32 i) {
+  const int v = static_cast<int>(word << (32 - WIDTH * (i + 1))) >> (32 - WIDTH);
   return v;
 }
-template <u32 BITS> void multiply_codes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+template <u32 WIDTH> void multiply_codes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   const u32 words[6] = {a[0], a[1], a[2], a[3], b0, b1};
   const auto given = machine::together(words, 6);
   const u32 g = machine::lane() / 4, t = machine::lane() % 4;
   for (u32 i = 0; i < 4; i++)
     for (u32 k = 0; k < 4; k++)
       for (u32 half = 0; half < 2; half++)
-        for (u32 e = 0; e < 32 / BITS; e++)
-          d[i] += code<BITS>(given[4 * g + k][2 * half + i / 2], e) * code<BITS>(given[4 * (2 * t + i % 2) + k][4 + half], e);
+        for (u32 e = 0; e < 32 / WIDTH; e++)
+          d[i] += code<WIDTH>(given[4 * g + k][2 * half + i / 2], e) * code<WIDTH>(given[4 * (2 * t + i % 2) + k][4 + half], e);
 }
 inline void multiply_s8(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_codes<8>(d, a, b0, b1); }
 inline void multiply_s4(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_codes<4>(d, a, b0, b1); }
