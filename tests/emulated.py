@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from w4pack.kernels import build, gemm_launch, launch, tiles
+from w4pack.kernels import build, gemm_launch, launch, moe_launch, ops, tiles
 from w4pack.kernels.quarot import int_launch, kv_launch, quantize_launch, quantize_plan
 
 HERE = Path(__file__).resolve().parent / "emulator"
@@ -110,6 +110,8 @@ def machine(arch: str, *, late: bool, seed: int) -> Iterator[Machine]:
         mock.patch.object(launch, "device", lambda index: card),
         mock.patch.object(torch.cuda, "current_device", lambda: -1),
         mock.patch.object(gemm_launch, "current_stream", lambda index: 0),
+        mock.patch.object(moe_launch, "current_stream", lambda index: 0),
+        mock.patch.object(ops, "current_stream", lambda index: 0),
         mock.patch.object(int_launch.arguments, "current_stream", lambda index: 0),
         mock.patch.object(torch.cuda, "device", lambda index: nullcontext()),
         mock.patch.object(quantize_launch, "_card", lambda index: (ROOM[arch] << 10, (ROOM[arch] + 1) << 10)),
@@ -160,7 +162,12 @@ def _put(path: Path, make: Callable[[Path], object]) -> None:
 def _compiled(job: build.Job) -> Any:
     folder = _sources()
     apart = DECLARED.search((folder / job.source).read_text()) is not None
-    defines = [*job.defines, f'SOURCE="{job.source}"', f"EMULATED_ALONE={int(apart)}"]
+    defines = [
+        *job.defines,
+        f"EMULATED={job.entry}",
+        f'SOURCE="{job.source}"',
+        f"EMULATED_ALONE={int(apart)}",
+    ]
     library = folder / f"{hashlib.sha256(repr(defines).encode()).hexdigest()[:24]}.so"
 
     def compile_to(made: Path) -> None:

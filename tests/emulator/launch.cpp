@@ -73,7 +73,7 @@ void run(u32 first, u32 count, u32 threads, u32 shared_bytes, u32 seed) {
 extern "C" const char *emulate(u32 grid_x, u32 grid_y, u32 threads, u32 shared_bytes, int late, u32 seed, void **arguments) {
   machine::failure.clear();
   machine::late = late != 0, machine::given = arguments;
-  machine::kernel = [](void **given) { machine::call(ENTRY, given); };
+  machine::kernel = [](void **given) { machine::call(EMULATED, given); };
   gridDim = {grid_x, grid_y, 1}, blockDim = {threads, 1, 1};
   const u32 blocks = grid_x * grid_y, at_once = EMULATED_ALONE ? 1 : blocks;
   for (u32 first = 0; first < blocks && machine::failure.empty(); first += at_once)

@@ -79,7 +79,7 @@ def test_appended_codes_are_those_of_the_definition(size: int, bits: int) -> Non
 @pytest.mark.parametrize(("size", "bits"), SETTINGS)
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_attention_reads_the_cache(size: int, bits: int, tokens: int) -> None:
-    """One query token a sequence, in parts that the last block joins, and several; windows, caps, beginnings."""
+    """One query token a sequence, in parts the last block joins, and several; windows, caps, starts."""
     cases = [((150, 97), None, 0, 0.0), ((141, 150), (3, 20), 33, 0.0), ((72, 70), None, 0, 20.0)]
     for seed, (lengths, first, window, cap) in enumerate(cases):
         dtype = (torch.float16, torch.bfloat16)[seed % 2]
