@@ -7,11 +7,14 @@ instructions instead of csrc's.
 
 import ctypes
 import hashlib
+import itertools
 import os
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,10 +32,17 @@ from w4pack.kernels.quarot import int_launch, kv_launch, quantize_launch, quanti
 
 HERE = Path(__file__).resolve().parent / "emulator"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w")
+OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")
 DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];")
-DECLARED = re.compile(r"^(?!extern).*__shared__", re.MULTILINE)
 ROOM = {"sm_80": 163, "sm_90a": 227, "sm_100": 227, "sm_120": 99}  # KiB of shared memory of a block
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("bytes", ctypes.c_uint64))
+
+
+_tensors: dict[int, _Range] = {}  # what ``aligned`` made and somebody still has
+_keys = itertools.count()
 
 
 @dataclass
@@ -76,7 +86,11 @@ class Machine:
         arguments = [a if isinstance(a, ctypes._SimpleCData) else ctypes.c_void_p(a) for a in given]
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         grids = grid if isinstance(grid, tuple) else (grid, 1)
-        failure = _compiled(job)(*grids, threads, shared, int(self.late), self.seed, pointers)
+        ranges = [*_tensors.values()]
+        known = (_Range * len(ranges))(*ranges)
+        failure = _compiled(job)(
+            *grids, threads, shared, int(self.late), self.seed, pointers, known, len(ranges)
+        )
         assert failure is None, f"{entry}: {failure.decode()}"
         assert not bool(self._flags.any()), f"{entry}: flags are not zero again"
 
@@ -102,9 +116,9 @@ class Machine:
 
 
 @contextmanager
-def machine(arch: str, *, late: bool, seed: int) -> Iterator[Machine]:
-    """Let products of CPU tensors run on an emulated card."""
-    card = Machine(arch, late, seed)
+def machine(arch: str, *, late: bool, seed: int, multiprocessors: int = 4) -> Iterator[Machine]:
+    """Let operators' launches run on an emulated card, with CPU tensors that ``aligned`` made."""
+    card = Machine(arch, late, seed, multiprocessors)
     with (
         mock.patch.object(launch, "start", card.start),
         mock.patch.object(launch, "device", lambda index: card),
@@ -127,7 +141,11 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     size = tensor.numel() * tensor.element_size()
     memory = torch.empty(size + 256, dtype=torch.uint8)
     start = -memory.data_ptr() % 256
-    return memory[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    made = memory[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    key = next(_keys)
+    _tensors[key] = _Range(made.data_ptr(), size)
+    weakref.finalize(made, _tensors.pop, key)
+    return made
 
 
 @cache
@@ -138,13 +156,16 @@ def _jobs(arch: str) -> dict[str, build.Job]:
 @cache
 def _sources() -> Path:
     """Return a folder with the kernels' sources beside the emulator's instructions; processes share it."""
-    texts = {path.name: path.read_text() for path in (*build.SOURCES.glob("*.cu*"), *HERE.iterdir())}
+    paths = [*build.SOURCES.glob("*.cu*"), *HERE.glob("*.cu*"), *HERE.glob("*.h"), *HERE.glob("*.cpp")]
     # A block's own memory instead of one array for all.
     own = r"\n#define \2 (reinterpret_cast<\1 *>(machine::dynamic_memory()))\n"
-    texts = {name: DYNAMIC.sub(own, text) for name, text in sorted(texts.items())}
-    digest = hashlib.sha256(repr((texts, COMPILER, OPTIONS)).encode()).hexdigest()[:16]
+    texts = {path.name: DYNAMIC.sub(own, path.read_text()) for path in paths}
+    version = subprocess.run([str(COMPILER), "--version"], capture_output=True, check=True).stdout
+    digest = hashlib.sha256(repr((sorted(texts.items()), version, OPTIONS)).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"w4pack-emulated-{os.getuid()}-{digest}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    assert stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o077 == 0, folder
     for name, text in texts.items():
         _put(folder / name, lambda made, text=text: made.write_text(text))
     return folder
@@ -161,12 +182,10 @@ def _put(path: Path, make: Callable[[Path], object]) -> None:
 @cache
 def _compiled(job: build.Job) -> Any:
     folder = _sources()
-    apart = DECLARED.search((folder / job.source).read_text()) is not None
     defines = [
         *job.defines,
         f"EMULATED={job.entry}",
         f'SOURCE="{job.source}"',
-        f"EMULATED_ALONE={int(apart)}",
     ]
     library = folder / f"{hashlib.sha256(repr(defines).encode()).hexdigest()[:24]}.so"
 
@@ -174,7 +193,7 @@ def _compiled(job: build.Job) -> Any:
         given = [f"-D{define}" for define in defines]
         command = [str(COMPILER), *OPTIONS, *given, str(folder / "launch.cpp"), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, done.stderr[:3000]
 
     _put(library, compile_to)
     emulate = ctypes.CDLL(str(library)).emulate

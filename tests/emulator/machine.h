@@ -1,10 +1,12 @@
 // A CUDA machine on a CPU, as far as kernels of mma.sync and cp.async need it: every thread of every block is a fiber.
 //
-// Fibers run one at a time, in an order that `seed` shuffles, and change where an instruction waits for others: at
-// barriers, in instructions of a whole warp, where a flag of another block is read. Copies of cp.async happen as early or
-// as late as the architecture allows: where they are asked for, or where a thread waits for their group.
-// Dynamic shared memory begins as bytes of 0xFF (NaNs); accesses past its end, misaligned ones and stand-stills are errors.
-// Arrays that a kernel declares itself are one for all blocks: such kernels run block after block.
+// Fibers run one at a time and change where an instruction waits for others: at barriers, in instructions of a whole warp,
+// where a flag of another block is read. Warps have priorities that `seed` decides and changes: one runs until all its lanes
+// wait, so that others may be far behind. Copies of cp.async happen as early or as late as the architecture allows: where they
+// are asked for, or where a thread waits for their group.
+// Shared memory begins as bytes of 0xFF (NaNs). What the instructions of ptx.cuh access must be inside of it and aligned;
+// by pointer a kernel is only found to write behind its end. Lanes that execute different instructions of a warp, threads that
+// count a barrier differently, copies from memory that no tensor has, and stand-stills are errors.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -22,8 +24,8 @@
 #define __device__
 #define __forceinline__ inline
 #define __global__
-#define __shared__ static
-#define __align__(bytes)
+#define __shared__ static __attribute__((section("declared")))  // a block's while it runs
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 
 typedef unsigned char u8;
@@ -66,18 +68,21 @@ struct Copy {
   const void *from;
   u32 bytes;  // the rest of 16 are zeros
 };
+enum Instruction { SYNC, SHUFFLE, VOTE, REDUCE, MATRIX, PRODUCT };
 struct Warp {
   u32 arrived = 0;
+  Instruction instruction = SYNC;  // of those who have arrived
   u64 generation = 0;
   u32 words[2][32][16];
 };
 struct Barrier {
-  u32 arrived = 0;
+  u32 arrived = 0, count = 0;
   u64 generation = 0;
 };
 struct Block {
   Index index;
-  std::vector<u8> memory;  // dynamic shared memory
+  std::vector<u8> memory;    // dynamic shared memory, and what tells of writes behind it
+  std::vector<u8> declared;  // arrays that the kernel declares, while another block runs
   std::vector<Warp> warps;
   Barrier barriers[16];
 };
@@ -87,6 +92,8 @@ struct Fiber {
   Block *block;
   u32 thread;
   bool done = false;
+  const u64 *watched = nullptr;  // waits until this is no longer `seen`
+  u64 seen = 0, looked = ~0ull;  // `looked`: when it last read another's flag
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
 };
@@ -97,39 +104,50 @@ inline bool late = false;
 inline u64 events = 0;  // what happened that others may wait for
 inline std::string failure;
 
+constexpr u32 BEHIND = 64;  // bytes after a block's memory
+constexpr u8 UNTOUCHED = 0xC3;
+
+struct Range {
+  const u8 *from;
+  u64 bytes;
+};
+inline const Range *tensors = nullptr;  // what copies may read
+inline u32 tensor_count = 0;
+
 }  // namespace machine
+
+// The arrays that kernels declare, one after the other.
+extern u8 __start_declared[] __attribute__((weak, visibility("hidden")));
+extern u8 __stop_declared[] __attribute__((weak, visibility("hidden")));
 
 inline machine::Index threadIdx, blockIdx, gridDim, blockDim;
 
 namespace machine {
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+inline void wait_while(const u64 &what, u64 is) {
+  current->watched = &what, current->seen = is;
+  swapcontext(&current->context, &scheduler);
+  current->watched = nullptr;
+}
 
 inline u8 *dynamic_memory() { return current->block->memory.data(); }
 
-// Addresses of arrays that a kernel declares: each a megabyte above the last, behind all dynamic memory.
-constexpr u32 DECLARED = 0x80000000u, APART = 1u << 20;
-inline std::vector<const u8 *> declared;
+inline u32 dynamic_bytes() { return static_cast<u32>(current->block->memory.size()) - BEHIND; }
+
+constexpr u32 DECLARED = 0x80000000u;  // the address of the first array that a kernel declares
 inline u32 shared_address(const void *pointer) {
   const u8 *const at = static_cast<const u8 *>(pointer), *const memory = dynamic_memory();
-  if (at >= memory && at <= memory + current->block->memory.size()) return static_cast<u32>(at - memory);
-  const auto found = std::find(declared.begin(), declared.end(), at);
-  const u32 place = static_cast<u32>(found - declared.begin());
-  if (found == declared.end()) declared.push_back(at);
-  return DECLARED + place * APART;
+  if (at >= memory && at <= memory + dynamic_bytes()) return static_cast<u32>(at - memory);
+  if (at < __start_declared || at >= __stop_declared) throw Failure("the shared address of what is not shared memory");
+  return DECLARED + static_cast<u32>(at - __start_declared);
 }
 
 inline u8 *shared_at(u32 address, u32 bytes) {
-  auto &memory = current->block->memory;
-  if (address % bytes != 0) throw Failure("misaligned access of shared memory at " + std::to_string(address));
-  if (address >= DECLARED) {
-    const u32 place = (address - DECLARED) / APART;
-    if (place >= declared.size()) throw Failure("an address of no array");
-    return const_cast<u8 *>(declared[place]) + (address - DECLARED) % APART;
-  }
-  if (u64(address) + bytes > memory.size())
-    throw Failure("shared memory has " + std::to_string(memory.size()) + " bytes, accessed at " + std::to_string(address));
-  return memory.data() + address;
+  const bool declared = address >= DECLARED;
+  const u64 size = declared ? __stop_declared - __start_declared : dynamic_bytes(), at = declared ? address - DECLARED : address;
+  if (at % bytes != 0) throw Failure("misaligned access of shared memory at " + std::to_string(at));
+  if (at + bytes > size) throw Failure("shared memory has " + std::to_string(size) + " bytes, accessed at " + std::to_string(at));
+  return (declared ? __start_declared : dynamic_memory()) + at;
 }
 template <class V> V load_shared(u32 address) {
   V v;
@@ -140,7 +158,12 @@ template <class V> void store_shared(u32 address, V v) { std::memcpy(shared_at(a
 
 inline void perform(const Copy &copy) {
   u8 *to = shared_at(copy.to, 16);
-  if (reinterpret_cast<std::uintptr_t>(copy.from) % 16 != 0) throw Failure("misaligned source of an asynchronous copy");
+  const u8 *const from = static_cast<const u8 *>(copy.from);
+  if (reinterpret_cast<std::uintptr_t>(from) % 16 != 0) throw Failure("misaligned source of an asynchronous copy");
+  const bool known = std::any_of(tensors, tensors + tensor_count, [&](const Range &tensor) {
+    return from >= tensor.from && from + copy.bytes <= tensor.from + tensor.bytes;
+  });
+  if (copy.bytes > 0 && !known) throw Failure("an asynchronous copy reads what no tensor has");
   std::memcpy(to, copy.from, copy.bytes);
   std::memset(to + copy.bytes, 0, 16 - copy.bytes);
 }
@@ -162,24 +185,28 @@ inline void wait_for_copies(u32 pending) {
 }
 
 inline void arrive(Barrier &barrier, u32 count) {
+  if (barrier.arrived > 0 && barrier.count != count) throw Failure("threads count a barrier differently");
+  barrier.count = count;
   if (++barrier.arrived == count) barrier.arrived = 0, barrier.generation++, events++;
 }
 inline void meet(Barrier &barrier, u32 count) {
   const u64 generation = barrier.generation;
   arrive(barrier, count);
-  while (barrier.generation == generation) yield();
+  while (barrier.generation == generation) wait_while(barrier.generation, generation);
 }
 
 // What all lanes of this warp give to an instruction that they execute together.
-inline const u32 (*together(const u32 *words, u32 count))[16] {
+inline const u32 (*together(Instruction instruction, const u32 *words, u32 count))[16] {
   Warp &warp = current->block->warps[current->thread / 32];
+  if (warp.arrived > 0 && warp.instruction != instruction) throw Failure("lanes of a warp execute different instructions");
+  warp.instruction = instruction;
   const u64 generation = warp.generation;
   auto &given = warp.words[generation & 1];
   std::memcpy(given[current->thread % 32], words, 4 * count);
   if (++warp.arrived == 32)
     warp.arrived = 0, warp.generation++, events++;
   else
-    while (warp.generation == generation) yield();
+    while (warp.generation == generation) wait_while(warp.generation, generation);
   return given;
 }
 inline u32 lane() { return current->thread % 32; }
@@ -189,14 +216,14 @@ inline u32 lane() { return current->thread % 32; }
 inline void __syncthreads() { machine::meet(machine::current->block->barriers[0], blockDim.x); }
 inline void __syncwarp() {
   const u32 nothing = 0;
-  machine::together(&nothing, 1);
+  machine::together(machine::SYNC, &nothing, 1);
 }
 // What lane `from` of the warp gave.
 template <class V> V of_lane(V v, u32 from) {
   static_assert(sizeof(V) == 4);
   u32 word;
   std::memcpy(&word, &v, 4);
-  word = machine::together(&word, 1)[from % 32][0];
+  word = machine::together(machine::SHUFFLE, &word, 1)[from % 32][0];
   std::memcpy(&v, &word, 4);
   return v;
 }
@@ -205,19 +232,19 @@ template <class V> V __shfl_sync(u32, V v, u32 from) { return of_lane(v, from); 
 template <class V> V __shfl_up_sync(u32, V v, u32 by) { return of_lane(v, machine::lane() < by ? machine::lane() : machine::lane() - by); }
 inline bool __all_sync(u32, bool v) {
   const u32 given = v;
-  const auto all = machine::together(&given, 1);
+  const auto all = machine::together(machine::VOTE, &given, 1);
   return std::all_of(all, all + 32, [](const u32 *words) { return words[0] != 0; });
 }
 inline bool __any_sync(u32, bool v) { return !__all_sync(0, !v); }
 inline u32 __ballot_sync(u32, bool v) {
   const u32 given = v;
-  const auto all = machine::together(&given, 1);
+  const auto all = machine::together(machine::VOTE, &given, 1);
   u32 out = 0;
   for (u32 i = 0; i < 32; i++) out |= all[i][0] << i;
   return out;
 }
 inline u32 __reduce_max_sync(u32, u32 v) {
-  const auto all = machine::together(&v, 1);
+  const auto all = machine::together(machine::REDUCE, &v, 1);
   u32 out = 0;
   for (u32 i = 0; i < 32; i++) out = std::max(out, all[i][0]);
   return out;

@@ -26,7 +26,7 @@ inline u32 to_bf16(float v) {
   if (v != v) return 0x7FFF;
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
-// Of an exact value, rounded once.
+// Of a value that is exact in double, rounded once.
 inline u32 to_bf16_exactly(double v) {
   float f = static_cast<float>(v);  // the odd one of the two neighbours, so that the second rounding is right
   if (f != v && !(__float_as_uint(f) & 1)) f = std::nextafter(f, f < v ? INFINITY : -INFINITY);
@@ -36,7 +36,7 @@ inline u32 to_bf16_exactly(double v) {
 // d = a * b + c, 16 x 8 x 16: sums in fp64, rounded once. Lane 4 g + t holds rows g, g + 8 of A and column g of B.
 template <class F> void multiply_16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4], const F &number) {
   const u32 words[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  const auto given = together(words, 6);
+  const auto given = together(PRODUCT, words, 6);
   const u32 g = lane() / 4, t = lane() % 4;
   for (u32 i = 0; i < 4; i++) {
     double sum = c[i];

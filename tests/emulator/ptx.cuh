@@ -16,11 +16,16 @@ inline void launch_dependents() {}
 inline void wait_for_previous_kernel() {}
 inline void fence_async_proxy() {}
 
+// The rows of matrices are 16 bytes.
+inline u32 row_at(u32 address) {
+  machine::shared_at(address, 16);
+  return address;
+}
 // Lane L gives the address of row L % 8 of matrix L / 8 and gets row L / 4, columns 2 (L % 4) and the next, of each.
 inline void load_matrix_x4(u32 (&to)[4], u32 address) {
-  const auto given = machine::together(&address, 1);
+  const auto given = machine::together(machine::MATRIX, &address, 1);
   const u32 lane = machine::lane();
-  for (u32 i = 0; i < 4; i++) to[i] = machine::load_shared<u32>(given[8 * i + lane / 4][0] + 4 * (lane % 4));
+  for (u32 i = 0; i < 4; i++) to[i] = machine::load_shared<u32>(row_at(given[8 * i + lane / 4][0]) + 4 * (lane % 4));
 }
 
 // Element (row, column) of an 8 x 8 matrix of which every lane gave a pair as word `at`: rows of four lanes.
@@ -28,16 +33,16 @@ inline u32 element(const u32 (*given)[16], u32 at, u32 row, u32 column) {
   return given[4 * row + column / 2][at] >> 16 * (column % 2) & 0xFFFF;
 }
 inline u32 transpose_matrix(u32 value) {
-  const auto given = machine::together(&value, 1);
+  const auto given = machine::together(machine::MATRIX, &value, 1);
   const u32 row = machine::lane() / 4, column = machine::lane() % 4 * 2;
   return element(given, 0, column, row) | element(given, 0, column + 1, row) << 16;
 }
 // Row r of matrix i, transposed, to the address that lane 8 i + r gives.
 inline void store_matrix_x4_transposed(u32 address, const u32 (&v)[4]) {
-  const auto given = machine::together(v, 4);
+  const auto given = machine::together(machine::MATRIX, v, 4);
   const u32 i = machine::lane() / 8, row = machine::lane() % 8;
   for (u32 c = 0; c < 8; c += 2)
-    machine::store_shared(address + 2 * c, element(given, i, c, row) | element(given, i, c + 1, row) << 16);
+    machine::store_shared(row_at(address) + 2 * c, element(given, i, c, row) | element(given, i, c + 1, row) << 16);
 }
 
 template <u32 AT = 0> uint4 load_shared_16(u32 address) { return machine::load_shared<uint4>(address + AT); }
@@ -48,8 +53,10 @@ inline void store_shared_4(u32 address, float v) { machine::store_shared(address
 inline void store_shared_8(u32 address, float2 v) { machine::store_shared(address, v); }
 template <u32 AT = 0> void store_shared_16(u32 address, uint4 v) { machine::store_shared(address + AT, v); }
 
+// Looks again when something has happened.
 inline u32 load_acquire(const u32 *flag) {
-  machine::yield();
+  if (machine::current->looked == machine::events) machine::wait_while(machine::events, machine::events);
+  machine::current->looked = machine::events;
   return *flag;
 }
 inline void store_release(u32 *flag, u32 v) { *flag = v, machine::events++; }
@@ -79,10 +86,10 @@ inline void load_8_if(u32 (&v)[2], const void *from, bool there) {
 }
 
 inline void load_matrix_x4_transposed(u32 (&to)[4], u32 address) {
-  const auto given = machine::together(&address, 1);
+  const auto given = machine::together(machine::MATRIX, &address, 1);
   const u32 row = machine::lane() / 4, column = machine::lane() % 4 * 2;
   for (u32 i = 0; i < 4; i++) {
-    const auto at = [&](u32 r) { return u32(machine::load_shared<u16>(given[8 * i + r][0] + 2 * row)); };
+    const auto at = [&](u32 r) { return u32(machine::load_shared<u16>(row_at(given[8 * i + r][0]) + 2 * row)); };
     to[i] = at(column) | at(column + 1) << 16;
   }
 }
@@ -111,7 +118,7 @@ template <u32 WIDTH> int code(u32 word, u32 i) {
 }
 template <u32 WIDTH> void multiply_codes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   const u32 words[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  const auto given = machine::together(words, 6);
+  const auto given = machine::together(machine::PRODUCT, words, 6);
   const u32 g = machine::lane() / 4, t = machine::lane() % 4;
   for (u32 i = 0; i < 4; i++)
     for (u32 k = 0; k < 4; k++)

@@ -95,17 +95,19 @@ def test_products_of_16_bit_activations(tile: tiles.Tile, bits: int, arch: str) 
         g = torch.Generator().manual_seed(seed)
         k -= k % tile.unit  # of which these are whole units
         dtype, group = (torch.float16, torch.bfloat16)[seed % 2], (32, 64, -1)[seed]
+        scale_dtype = (torch.float16, torch.bfloat16)[(seed + (bits == 8)) % 2]
         groups = 1 if group == -1 else -(-k // group)
         words = torch.randint(-(2**31), 2**31, (k // 16, n * bits // 2), generator=g).to(torch.int32)
         zeros = torch.randint(-(2**31), 2**31, (groups, n * bits // 32), generator=g).to(torch.int32)
-        scales = torch.rand((groups, n), generator=g).mul(0.01).add(0.005).to(dtype)
+        scales = torch.rand((groups, n), generator=g).mul(0.01).add(0.005).to(scale_dtype)
         x, bias = torch.randn((m, k), generator=g).to(dtype), torch.randn(n, generator=g).to(dtype)
         tensors = map(emulated.aligned, (words, scales, zeros))
-        packed = Packed(*tensors, bits, group) if seed % 2 else Packed(*list(tensors)[:2], None, bits, group)
-        weight = reference.dense(words, scales, packed.zeros, bits, group, torch.float64)
-        wanted = x.double() @ weight + bias.double()
-        room = EPSILON[dtype] * (wanted.abs() + 1.1 * x.double().abs() @ weight.abs()) + 1e-6
-        for late in (False, True):
+        words, scales, zeros = tensors
+        for late, given_zeros in ((False, None), (True, zeros)):
+            packed = Packed(words, scales, given_zeros, bits, group)
+            weight = reference.dense(words, scales, given_zeros, bits, group, torch.float64)
+            wanted = x.double() @ weight + bias.double()
+            room = EPSILON[dtype] * (wanted.abs() + 1.1 * x.double().abs() @ weight.abs()) + 1e-6
             buffer = torch.full((m + 2, n + 64), float("nan"), dtype=dtype)
             out = buffer[1:-1, :n]
             with emulated.machine(arch, late=late, seed=seed):

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 import emulated  # noqa: E402
 
-from w4pack.kernels.quarot import kv_launch, kv_layout, kv_reference  # noqa: E402
+from w4pack.kernels.quarot import kv_launch, kv_layout, kv_reference, kv_tiles  # noqa: E402
 from w4pack.kernels.quarot.calls import Append, Attention  # noqa: E402
 from w4pack.kernels.quarot.transform import Transform  # noqa: E402
 
@@ -25,6 +25,7 @@ class Cache:
 
     def __init__(self, size: int, bits: int, capacity: int) -> None:
         self.size, self.bits, self.kv_heads = size, bits, 2
+        self.kept: list[torch.Tensor] = []
         each = kv_layout.pages_of(capacity)
         codes, params = kv_layout.empty(2 * each + 1, self.kv_heads, size, bits, "cpu")
         self.codes, self.params = (
@@ -41,7 +42,8 @@ class Cache:
             (2, tokens, heads, self.size), generator=torch.Generator().manual_seed(tokens + heads)
         )
         x[..., 3] *= 9
-        return emulated.aligned(x.to(dtype)).transpose(1, 2)
+        self.kept.append(emulated.aligned(x.to(dtype)))
+        return self.kept[-1].transpose(1, 2)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor) -> Append:
         pages = (self.codes, self.params, self.table)
@@ -60,38 +62,68 @@ def counts(*values: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("size", "bits"), SETTINGS)
 def test_appended_codes_are_those_of_the_definition(size: int, bits: int) -> None:
-    for seed, dtype in enumerate((torch.float16, torch.bfloat16)):
+    """With and without a guide, which says what a head's channels weigh."""
+    for seed, (dtype, late, guided) in enumerate(
+        ((torch.float16, True, False), (torch.bfloat16, False, False), (torch.float16, False, True))
+    ):
         found, wanted = Cache(size, bits, 80), Cache(size, bits, 80)
-        k, v, start = (
-            found.states(2, 37, dtype),
-            found.states(2, 37, dtype).flip(2).contiguous(),
-            counts(5, 40),
-        )
-        v = emulated.aligned(v)
-        with emulated.machine("sm_80", late=bool(seed), seed=seed):
-            kv_launch.append(found.append(k, v, start))
-        kv_reference.append(wanted.append(k, v, start))
+        k, v, start = found.states(2, 37, dtype), found.states(2, 36, dtype), counts(5, 40)
+        k = k[:, :, :36]
+        guide = emulated.aligned(torch.randn((2, 2, size), generator=torch.Generator().manual_seed(size)))
+        guide[1] *= 6 * size**-0.5
+        with emulated.machine("sm_80", late=late, seed=seed):
+            kv_launch.append(found.append(k, v, start)._replace(guide=guide if guided else None))
+        kv_reference.append(wanted.append(k, v, start)._replace(guide=guide if guided else None))
         apart = kv_reference.unpack(found.codes, bits).int() - kv_reference.unpack(wanted.codes, bits).int()
         assert int(apart.abs().max()) <= 1 and float((apart != 0).float().mean()) <= TIES
         torch.testing.assert_close(found.params, wanted.params, rtol=2e-3, atol=1e-4, equal_nan=True)
 
 
+def attend(
+    cache: Cache, q: torch.Tensor, given: Attention, dtype: torch.dtype, late: bool, seed: int
+) -> None:
+    with emulated.machine("sm_80", late=late, seed=seed):
+        found = kv_launch.attention(given).double()
+    exact = kv_reference.attention(given._replace(q=q.float())).double()
+    off, bound = found - exact, BOUND[dtype]
+    assert float(off.norm() / exact.norm()) < bound, float(off.norm() / exact.norm())
+    assert float(off.abs().max() / exact.abs().max()) < 6 * bound
+
+
 @pytest.mark.parametrize(("size", "bits"), SETTINGS)
-@pytest.mark.parametrize("tokens", [1, 70])
-def test_attention_reads_the_cache(size: int, bits: int, tokens: int) -> None:
-    """One query token a sequence, in parts the last block joins, and several; windows, caps, starts."""
+def test_one_query_a_sequence_reads_the_cache(size: int, bits: int) -> None:
+    """In parts that the last block joins; nine query heads on one of the cache are two tiles."""
+    cases = [
+        ((600, 397), None, 0, 0.0, 4),
+        ((541, 600), (3, 220), 333, 0.0, 18),
+        ((72, 70), None, 0, 20.0, 4),
+    ]
+    for seed, (lengths, first, window, cap, heads) in enumerate(cases):
+        dtype = (torch.float16, torch.bfloat16)[seed % 2]
+        cache = Cache(size, bits, 600)
+        units = 2 * cache.kv_heads * -(-heads // cache.kv_heads // kv_tiles.HEADS)
+        warps, slots = kv_tiles.decode_warps("sm_80", size, bits), cache.table.shape[1] * kv_layout.PAGE
+        assert heads != 4 or kv_tiles.splits(units, slots, 4, warps) > 1
+        kv_reference.append(
+            cache.append(cache.states(2, 600, dtype), cache.states(2, 600, dtype).flip(2), counts(0, 0))
+        )
+        q = cache.states(heads, 1, dtype)
+        begins = None if first is None else counts(*first)
+        given = cache.attention(q, counts(*lengths), begins, window, cap)
+        attend(cache, q, given, dtype, bool(seed // 2), seed)
+
+
+@pytest.mark.parametrize(("size", "bits"), SETTINGS)
+def test_several_queries_read_the_cache(size: int, bits: int) -> None:
+    """Two blocks of queries a head; windows, caps, beginnings."""
     cases = [((150, 97), None, 0, 0.0), ((141, 150), (3, 20), 33, 0.0), ((72, 70), None, 0, 20.0)]
     for seed, (lengths, first, window, cap) in enumerate(cases):
-        dtype = (torch.float16, torch.bfloat16)[seed % 2]
+        dtype = (torch.bfloat16, torch.float16)[seed % 2]
         cache = Cache(size, bits, 150)
         kv_reference.append(
             cache.append(cache.states(2, 150, dtype), cache.states(2, 150, dtype).flip(2), counts(0, 0))
         )
-        q = cache.states(6, tokens, dtype)
-        given = cache.attention(q, counts(*lengths), None if first is None else counts(*first), window, cap)
-        with emulated.machine("sm_80", late=bool(seed % 2), seed=seed):
-            found = kv_launch.attention(given).double()
-        exact = kv_reference.attention(given._replace(q=q.float())).double()
-        off, bound = found - exact, BOUND[dtype]
-        assert float(off.norm() / exact.norm()) < bound, (lengths, float(off.norm() / exact.norm()))
-        assert float(off.abs().max() / exact.abs().max()) < 6 * bound
+        q = cache.states(6, 70, dtype)
+        begins = None if first is None else counts(*first)
+        given = cache.attention(q, counts(*lengths), begins, window, cap)
+        attend(cache, q, given, dtype, bool(seed // 2), seed)
