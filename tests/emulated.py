@@ -47,7 +47,12 @@ _keys = itertools.count()
 
 @dataclass
 class Machine:
-    """A card of some blocks. ``late``: asynchronous copies come when they are waited for, not when asked."""
+    """A card of some blocks.
+
+    late     asynchronous copies come when they are waited for, not when they are asked for
+    seed     of the order in which threads run
+    started  the kernels, in their order
+    """
 
     arch: str
     late: bool
@@ -182,11 +187,7 @@ def _put(path: Path, make: Callable[[Path], object]) -> None:
 @cache
 def _compiled(job: build.Job) -> Any:
     folder = _sources()
-    defines = [
-        *job.defines,
-        f"EMULATED={job.entry}",
-        f'SOURCE="{job.source}"',
-    ]
+    defines = [*job.defines, f"EMULATED={job.entry}", f'SOURCE="{job.source}"']
     library = folder / f"{hashlib.sha256(repr(defines).encode()).hexdigest()[:24]}.so"
 
     def compile_to(made: Path) -> None:

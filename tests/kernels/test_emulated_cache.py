@@ -82,8 +82,10 @@ def test_appended_codes_are_those_of_the_definition(size: int, bits: int) -> Non
 def attend(
     cache: Cache, q: torch.Tensor, given: Attention, dtype: torch.dtype, late: bool, seed: int
 ) -> None:
-    with emulated.machine("sm_80", late=late, seed=seed):
+    with emulated.machine("sm_80", late=late, seed=seed) as card:
         found = kv_launch.attention(given).double()
+    kernel = "kv_decode" if q.shape[2] == 1 else "kv_prefill"
+    assert [name.startswith(kernel) for name in card.started] == [True], card.started
     exact = kv_reference.attention(given._replace(q=q.float())).double()
     off, bound = found - exact, BOUND[dtype]
     assert float(off.norm() / exact.norm()) < bound, float(off.norm() / exact.norm())

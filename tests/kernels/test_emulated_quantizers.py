@@ -55,9 +55,10 @@ def test_rows_without_a_transform(arch: str, k: int) -> None:
             if seed == 0
             else emulated.aligned(torch.rand(k).add(0.5).to((dtype, torch.float32)[seed % 2]))
         )
-        with emulated.machine(arch, late=bool(seed // 2), seed=seed, multiprocessors=1):
+        with emulated.machine(arch, late=bool(seed // 2), seed=seed, multiprocessors=1) as card:
             normed = quantize_ops._norm_cuda(x[:, :k], gain, 1e-6, "", form)
             activated = quantize_ops._act_cuda(x, "silu", "", form)
+        assert all(name.startswith("quantize_") for name in card.started), card.started
         y = quantize_reference.norm(x[:, :k].double(), None, 1e-6, Transform.of(""))
         compare(normed, y if gain is None else y * gain.double(), dtype, form, False)
         compare(activated, quantize_reference.activation(x, "silu").double(), dtype, form, True)
@@ -71,10 +72,11 @@ def test_transforms(arch: str, n: int) -> None:
     for seed, mode in enumerate(MODES[:3]):
         dtype, form = (torch.float16, torch.bfloat16)[seed % 2], calls.Form(*mode, n)
         x = normal(7 if seed == 0 else 2, 2 * n, dtype)
-        with emulated.machine(arch, late=seed != 1, seed=seed, multiprocessors=1):
+        with emulated.machine(arch, late=seed != 1, seed=seed, multiprocessors=1) as card:
             plain = quantize_ops._act_cuda(emulated.aligned(x[:, :n]), "none", transform.key, form)
             activated = quantize_ops._act_cuda(x, "gelu_tanh", transform.key, form)
             normed = quantize_ops._norm_cuda(emulated.aligned(x[:, :n]), None, 1e-5, transform.key, form)
+        assert all(name.startswith("hadamard_") for name in card.started), card.started
         compare(plain, apply(x[:, :n].double(), transform), dtype, form, False)
         d = quantize_reference.activation(x, "gelu_tanh").double()
         compare(activated, apply(d, transform), dtype, form, True)
