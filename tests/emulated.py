@@ -15,7 +15,7 @@ import stat
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,16 +25,35 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
 from w4pack.kernels import build, gemm_launch, launch, moe_launch, ops, tiles
-from w4pack.kernels.quarot import int_launch, kv_launch, quantize_launch, quantize_plan
+from w4pack.kernels.quarot import int_launch, kv_launch, orders_int, quantize_launch, quantize_plan
 
 HERE = Path(__file__).resolve().parent / "emulator"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")
 DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];")
 ROOM = {"sm_80": 163, "sm_90a": 227, "sm_100": 227, "sm_120": 99}  # KiB of shared memory of a block
+
+
+EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # half a step of a result, relative to it
+INTEGER_KINDS = [
+    (order, grouped)
+    for order in (orders_int.P32, orders_int.Q32, orders_int.S64)
+    for grouped in (False, True)
+]
+
+
+def of_all_cards(tiles_of: Callable[[str, Any], Iterable[tiles.Tile]], kinds: Iterable[Any]) -> list[Any]:
+    """Return (tile, kind, arch) of every mma tile, once."""
+    found: dict[tuple[tiles.Tile, Any], str] = {}
+    for arch, kind in itertools.product(tiles.ARCHES, kinds):
+        for tile in tiles_of(arch, kind):
+            if tile.engine == "mma":
+                found.setdefault((tile, kind), arch)
+    return [pytest.param(*key, arch, id=f"{arch}-{key[0].text}-{key[1]}") for key, arch in found.items()]
 
 
 class _Range(ctypes.Structure):

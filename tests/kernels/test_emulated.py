@@ -1,6 +1,5 @@
 """Tiles of mma.sync run on a CPU from their own source, against exact sums: all of every card's table."""
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +15,6 @@ from w4pack.kernels.quarot.calls import Product  # noqa: E402
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
 
-EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 CODES = {  # bits of a weight, range of the activations' codes
     orders_int.P32: (4, (-128, 128)),
     orders_int.Q32: (8, (-128, 128)),
@@ -24,19 +22,9 @@ CODES = {  # bits of a weight, range of the activations' codes
 }
 
 
-def _arches(found: dict[object, str]) -> list[object]:
-    return [pytest.param(*key, arch, id=f"{arch}-{key[0].text}-{key[1:]}") for key, arch in found.items()]  # type: ignore[index, attr-defined]
-
-
-def integer_tiles() -> list[object]:
-    """Return (tile, order, grouped, arch) of every mma tile, once."""
-    found: dict[object, str] = {}
-    for arch, grouped in itertools.product(tiles.ARCHES, (False, True)):
-        for order in int_tiles.orders_of(arch):
-            for tile in int_tiles.all_tiles(arch, order, grouped):
-                if tile.engine == "mma":
-                    found.setdefault((tile, order, grouped), arch)
-    return _arches(found)
+def integer_tiles(arch: str, kind: tuple[int, bool]) -> list[tiles.Tile]:
+    known = kind[0] in int_tiles.orders_of(arch)
+    return list(int_tiles.all_tiles(arch, *kind)) if known else []
 
 
 def shapes(tile: tiles.Tile, unit: int) -> Iterator[tuple[int, int, int, int]]:
@@ -47,9 +35,12 @@ def shapes(tile: tiles.Tile, unit: int) -> Iterator[tuple[int, int, int, int]]:
     yield 1, unit * (tile.slots * tile.stages + 3), n, 4
 
 
-@pytest.mark.parametrize(("tile", "order", "grouped", "arch"), integer_tiles())
-def test_integer_products(tile: tiles.Tile, order: int, grouped: bool, arch: str) -> None:
+@pytest.mark.parametrize(
+    ("tile", "kind", "arch"), emulated.of_all_cards(integer_tiles, emulated.INTEGER_KINDS)
+)
+def test_integer_products(tile: tiles.Tile, kind: tuple[int, bool], arch: str) -> None:
     """The same bits as the reference, whenever copies come and in whatever order threads run."""
+    order, grouped = kind
     bits, (low, high) = CODES[order]
     for seed, (m, k, n, blocks) in enumerate(shapes(tile, int_tiles.unit_k(tile, order))):
         g = torch.Generator().manual_seed(seed)
@@ -71,24 +62,19 @@ def test_integer_products(tile: tiles.Tile, order: int, grouped: bool, arch: str
                 int_launch._gemm(card, product, out, tiles.Launch(tile, blocks))
             if grouped:
                 off = (out.double() - wanted.double()).abs()
-                assert bool((off <= 2 * EPSILON[dtype] * wanted.double().abs() + 1e-5).all()), (m, k, n, late)
+                assert bool((off <= 2 * emulated.EPSILON[dtype] * wanted.double().abs() + 1e-5).all()), (
+                    m,
+                    k,
+                    n,
+                    late,
+                )
             else:
                 assert torch.equal(out, wanted), (m, k, n, late)
             out.fill_(float("nan"))
             assert bool(buffer.isnan().all()), "wrote outside the output"
 
 
-def weight_tiles() -> list[object]:
-    """Return (tile, bits, arch) of every mma tile of W4A16, once."""
-    found: dict[object, str] = {}
-    for arch, bits in itertools.product(tiles.ARCHES, (4, 8)):
-        for tile in tiles.all_tiles(arch, bits):
-            if tile.engine == "mma":
-                found.setdefault((tile, bits), arch)
-    return _arches(found)
-
-
-@pytest.mark.parametrize(("tile", "bits", "arch"), weight_tiles())
+@pytest.mark.parametrize(("tile", "bits", "arch"), emulated.of_all_cards(tiles.all_tiles, [4, 8]))
 def test_products_of_16_bit_activations(tile: tiles.Tile, bits: int, arch: str) -> None:
     """Within the rounding of weights and results, with and without zero points, whenever copies come."""
     for seed, (m, k, n, blocks) in enumerate(shapes(tile, tile.unit)):
@@ -107,7 +93,7 @@ def test_products_of_16_bit_activations(tile: tiles.Tile, bits: int, arch: str) 
             packed = Packed(words, scales, given_zeros, bits, group)
             weight = reference.dense(words, scales, given_zeros, bits, group, torch.float64)
             wanted = x.double() @ weight + bias.double()
-            room = EPSILON[dtype] * (wanted.abs() + 1.1 * x.double().abs() @ weight.abs()) + 1e-6
+            room = emulated.EPSILON[dtype] * (wanted.abs() + 1.1 * x.double().abs() @ weight.abs()) + 1e-6
             buffer = torch.full((m + 2, n + 64), float("nan"), dtype=dtype)
             out = buffer[1:-1, :n]
             with emulated.machine(arch, late=late, seed=seed):

@@ -20,18 +20,7 @@ from w4pack.kernels.quarot.calls import GroupedProduct, Product  # noqa: E402
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
 
-EPSILON = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 TOKENS = 11
-
-
-def of_all_cards(tiles_of: object, kinds: list[object]) -> list[object]:
-    """Return (tile, kind, arch) of every mma tile, once."""
-    found: dict[tuple[tiles.Tile, object], str] = {}
-    for arch, kind in itertools.product(tiles.ARCHES, kinds):
-        for tile in tiles_of(arch, kind):  # type: ignore[operator]
-            if tile.engine == "mma":
-                found.setdefault((tile, kind), arch)
-    return [pytest.param(*key, arch, id=f"{arch}-{key[0].text}-{key[1]}") for key, arch in found.items()]
 
 
 def routing(tile: tiles.Tile, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,10 +31,10 @@ def routing(tile: tiles.Tile, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return emulated.aligned(rows.int()), emulated.aligned(offsets)
 
 
-@pytest.mark.parametrize(("tile", "bits", "arch"), of_all_cards(moe_tiles.all_tiles, [4, 8]))
+@pytest.mark.parametrize(("tile", "bits", "arch"), emulated.of_all_cards(moe_tiles.all_tiles, [4, 8]))
 def test_grouped_products(tile: tiles.Tile, bits: int, arch: str) -> None:
     """Within the rounding of weights and results; pairs of nobody are zeros."""
-    for seed, dtype in enumerate(EPSILON):
+    for seed, dtype in enumerate(emulated.EPSILON):
         g = torch.Generator().manual_seed(seed)
         k, n, group = tile.unit * (tile.slots + 1), tile.columns + 64, (64, -1)[seed]
         groups = 1 if group == -1 else k // group
@@ -68,16 +57,11 @@ def test_grouped_products(tile: tiles.Tile, bits: int, arch: str) -> None:
             weight = reference.dense(*expert, bits, group, torch.float64)
             of_x = x[rows[begin:end].long()].double()
             wanted[begin:end] = of_x @ weight
-            room[begin:end] += EPSILON[dtype] * (wanted[begin:end].abs() + 1.1 * of_x.abs() @ weight.abs())
+            room[begin:end] += emulated.EPSILON[dtype] * (
+                wanted[begin:end].abs() + 1.1 * of_x.abs() @ weight.abs()
+            )
         off = (out.double() - wanted).abs()
         assert bool((off <= room).all()), (seed, float((off - room).max()))
-
-
-KINDS = [
-    (order, grouped)
-    for order in (orders_int.P32, orders_int.Q32, orders_int.S64)
-    for grouped in (False, True)
-]
 
 
 def integer_tiles(arch: str, kind: tuple[int, bool]) -> list[tiles.Tile]:
@@ -85,12 +69,14 @@ def integer_tiles(arch: str, kind: tuple[int, bool]) -> list[tiles.Tile]:
     return list(int_moe_tiles.all_tiles(arch, *kind)) if known else []
 
 
-@pytest.mark.parametrize(("tile", "kind", "arch"), of_all_cards(integer_tiles, KINDS))
+@pytest.mark.parametrize(
+    ("tile", "kind", "arch"), emulated.of_all_cards(integer_tiles, emulated.INTEGER_KINDS)
+)
 def test_grouped_integer_products(tile: tiles.Tile, kind: tuple[int, bool], arch: str) -> None:
     """One scale a column: the same bits as the reference."""
     order, grouped = kind
     bits, width = 8 if order == orders_int.Q32 else 4, 4 if order == orders_int.S64 else 8
-    for seed, dtype in enumerate(EPSILON):
+    for seed, dtype in enumerate(emulated.EPSILON):
         g = torch.Generator().manual_seed(seed)
         unit = int_tiles.unit_k(tile, order)
         k, n, group = unit * (tile.slots + 1) + 64, tile.columns + 64, (64, 128)[seed] if grouped else -1
@@ -114,6 +100,6 @@ def test_grouped_integer_products(tile: tiles.Tile, kind: tuple[int, bool], arch
             wanted[begin:end] = int_reference.gemm(one)
         if grouped:
             off = (out.double() - wanted.double()).abs()
-            assert bool((off <= 2 * EPSILON[dtype] * wanted.double().abs() + 1e-5).all()), seed
+            assert bool((off <= 2 * emulated.EPSILON[dtype] * wanted.double().abs() + 1e-5).all()), seed
         else:
             assert torch.equal(out, wanted), seed
