@@ -182,14 +182,15 @@ def _sources() -> Path:
     """Return a folder with the kernels' sources beside the emulator's instructions; processes share it."""
     paths = [*build.SOURCES.glob("*.cu*"), *HERE.glob("*.cu*"), *HERE.glob("*.h"), *HERE.glob("*.cpp")]
     # A block's own memory instead of one array for all.
-    own = r"\n#define \2 (reinterpret_cast<\1 *>(machine::dynamic_memory()))\n"
-    texts = {path.name: DYNAMIC.sub(own, path.read_text()) for path in paths}
+    memory = r"\n#define \2 (reinterpret_cast<\1 *>(machine::dynamic_memory()))\n"
+    texts = {path.name: DYNAMIC.sub(memory, path.read_text()) for path in paths}
     version = subprocess.run([str(COMPILER), "--version"], capture_output=True, check=True).stdout
     digest = hashlib.sha256(repr((sorted(texts.items()), version, OPTIONS)).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"w4pack-emulated-{os.getuid()}-{digest}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
-    assert stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o077 == 0, folder
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o077 == 0
+    assert own, f"{folder}: expected a folder of mode 0700 of this user; delete it, or set TMPDIR"
     for name, text in texts.items():
         _put(folder / name, lambda made, text=text: made.write_text(text))
     return folder

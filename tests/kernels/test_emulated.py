@@ -13,7 +13,7 @@ from w4pack.kernels.arguments import Packed  # noqa: E402
 from w4pack.kernels.quarot import int_launch, int_reference, int_tiles, orders_int  # noqa: E402
 from w4pack.kernels.quarot.calls import Product  # noqa: E402
 
-pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
 
 CODES = {  # bits of a weight, range of the activations' codes
     orders_int.P32: (4, (-128, 128)),

@@ -10,7 +10,7 @@ from w4pack.kernels.quarot import kv_launch, kv_layout, kv_reference, kv_tiles  
 from w4pack.kernels.quarot.calls import Append, Attention  # noqa: E402
 from w4pack.kernels.quarot.transform import Transform  # noqa: E402
 
-pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
 
 TIES = 1e-4  # share of codes that the order of R3's sums may decide
 BOUND = {

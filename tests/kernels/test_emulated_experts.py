@@ -2,10 +2,11 @@
 
 import itertools
 
-import emulated
 import pytest
 
 torch = pytest.importorskip("torch")
+
+import emulated  # noqa: E402
 
 from w4pack.kernels import moe_launch, moe_tiles, reference, tiles  # noqa: E402
 from w4pack.kernels.arguments import Packed  # noqa: E402
@@ -18,7 +19,7 @@ from w4pack.kernels.quarot import (  # noqa: E402
 )
 from w4pack.kernels.quarot.calls import GroupedProduct, Product  # noqa: E402
 
-pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
 
 TOKENS = 11
 

@@ -2,15 +2,16 @@
 
 import itertools
 
-import emulated
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import emulated  # noqa: E402
+
 from w4pack.kernels import gather_launch, ops, reference  # noqa: E402
 from w4pack.kernels.arguments import Packed  # noqa: E402
 
-pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
 
 
 def random_words(*shape: int) -> torch.Tensor:

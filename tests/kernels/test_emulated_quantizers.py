@@ -11,7 +11,7 @@ import emulated  # noqa: E402
 from w4pack.kernels.quarot import calls, orders_int, quantize_ops, quantize_reference  # noqa: E402
 from w4pack.kernels.quarot.transform import Transform, apply  # noqa: E402
 
-pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
 
 # Sums in another order differ by some ulp of fp32: codes differ at ties. Behind an activation a few values
 # are rounded the other way, by a step of 16 bit, which the transform spreads over the row.
