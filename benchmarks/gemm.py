@@ -181,7 +181,7 @@ def grids(tile: tiles.Tile, multiprocessors: int, m: int, n: int, k: int) -> lis
     """Return the grids worth trying: all blocks, and the most that cut every tile alike."""
     whole = tiles.grid(tile, multiprocessors, m, n, k)
     count = -(-m // tile.tokens) * -(-n // tile.columns)
-    if tile.sharing == tiles.SHARED_EVENLY:
+    if tile.evenly:
         return [whole]
     even = [count * s for s in range(1, 9) if count * s <= multiprocessors * tile.blocks]
     return list(dict.fromkeys([whole, *even[-2:]]))

@@ -99,8 +99,7 @@ def _dequantize(arch: str, dtype: str, bits: int, zeros: bool) -> Job:
 
 def _gemm(arch: str, tile: tiles.Tile, dtype: str, bits: int, zeros: bool) -> Job:
     entry = tiles.kernel_name(tile, dtype, bits, zeros)
-    sharing = (f"SHARING={tile.sharing}",) if tile.sharing else ()
-    defines = (*_of_tile(entry, tile, dtype, bits, zeros), *sharing)
+    defines = (*_of_tile(entry, tile, dtype, bits, zeros), *tile.shared_how)
     return Job(tiles.ENGINES[tile.engine], entry, arch, defines)
 
 

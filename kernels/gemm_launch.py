@@ -60,7 +60,7 @@ def run_gemm(
         pointer(zeros),
         pointer(bias),
         out.data_ptr(),
-        space.sums,
+        space.marked if tile.marked else space.sums,
         space.flags,
         int32(m),
         int32(n),

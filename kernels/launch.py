@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CUBINS = Path(__file__).resolve().parent / "cubins"
 CUDA_CORE = ("running on a GPU", ("cuda-core",), "gpu")
 SPARE_WORKSPACES = 1  # made with the first one: a stream met during a graph capture cannot allocate
-# (26 MB each on 132 multiprocessors: loading may need 64 MiB beside the tensors; later ones are the driver's)
+# (32 MB each on 132 multiprocessors: loading may need 64 MiB beside the tensors; later ones are the driver's)
 _lock = threading.Lock()
 _devices: dict[int, "Device"] = {}
 _devices_lock = threading.Lock()
@@ -46,9 +46,15 @@ class _Raw:
 
 @dataclass(slots=True)
 class Workspace:
-    """Addresses of the sums that blocks hand over and of their flags, zero between launches."""
+    """Addresses of what blocks hand over to one another.
+
+    sums     of any value between launches
+    marked   sums that are their own flags: all bits set between launches
+    flags    zero between launches
+    """
 
     sums: int
+    marked: int
     flags: int
     memory: tuple["Tensor", ...] = ()  # what holds them, where that is torch's
 
@@ -216,14 +222,15 @@ def _allow_shared(kernel: Any, shared: int, index: int) -> None:
 def _make_workspace(card: Device) -> Workspace:
     import torch
 
-    sums, flags = tiles.workspace_bytes(card.multiprocessors)
+    sums, marked, flags = tiles.workspace_bytes(card.multiprocessors)
     where = torch.device("cuda", card.index)
     memory = (
         torch.empty(sums // 4, dtype=torch.float32, device=where),
+        torch.full((marked // 4,), -1, dtype=torch.int32, device=where),
         torch.zeros(flags, dtype=torch.int32, device=where),
     )
-    torch.cuda.synchronize(where)  # the flags are zero before any stream can use them
-    return Workspace(memory[0].data_ptr(), memory[1].data_ptr(), memory)
+    torch.cuda.synchronize(where)  # marks and flags are there before any stream can use them
+    return Workspace(memory[0].data_ptr(), memory[1].data_ptr(), memory[2].data_ptr(), memory)
 
 
 def _late_workspace(card: Device) -> Workspace:
@@ -235,16 +242,18 @@ def _late_workspace(card: Device) -> Workspace:
     from cuda.bindings import driver
 
     card.enter()
-    sums, flags = tiles.workspace_bytes(card.multiprocessors)
+    sums, marked, flags = tiles.workspace_bytes(card.multiprocessors)
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = _driver(driver.cuThreadExchangeStreamCaptureMode(relaxed), card.index)
     try:
         made = Workspace(
             int(_driver(driver.cuMemAlloc(sums), card.index)),
+            int(_driver(driver.cuMemAlloc(marked), card.index)),
             int(_driver(driver.cuMemAlloc(4 * flags), card.index)),
         )
         aside = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         stream = _driver(driver.cuStreamCreate(int(aside)), card.index)
+        _driver(driver.cuMemsetD32Async(made.marked, 0xFFFFFFFF, marked // 4, stream), card.index)
         _driver(driver.cuMemsetD32Async(made.flags, 0, flags, stream), card.index)
         _driver(driver.cuStreamSynchronize(stream), card.index)
         _driver(driver.cuStreamDestroy(stream), card.index)

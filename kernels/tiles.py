@@ -24,9 +24,10 @@ LEAST_CAPABILITY = (8, 0)
 DTYPES = ("fp16", "bf16")
 GROUP_SIZES = (-1, 32, 64, 128)
 SUMS_PER_MULTIPROCESSOR = 192 * 1024
+MARKED_PER_MULTIPROCESSOR = 48 * 1024
 BLOCKS_PER_MULTIPROCESSOR = 8
 FLAGS_PER_MULTIPROCESSOR = 16  # one a block, or one a warp where blocks share sums out
-COLLECTED, SHARED_OUT, SHARED_EVENLY = 0, 1, 2  # Tile.sharing
+COLLECTED, SHARED_OUT, SHARED_EVENLY, MARKED_EVENLY, MARKED = range(5)  # Tile.sharing
 ONE_GROUP = 31  # a shift that sends every row of K to group 0
 HERE = Path(__file__).resolve().parent
 
@@ -44,7 +45,7 @@ class Tile:
     stages: int
     blocks: int
     sharing: int = COLLECTED  # who adds up a tile's sums: its first block, or all (csrc/scatter.cuh); evenly:
-    # all, and the grid cuts every tile alike
+    # all, and the grid cuts every tile alike; marked: places say themselves whether a sum has come
 
     @property
     def threads(self) -> int:
@@ -91,6 +92,8 @@ class Tile:
     @property
     def fits_workspace(self) -> bool:
         """Whether all resident blocks can hand over what they have."""
+        if self.marked:
+            return self.partial_bytes * self.blocks <= MARKED_PER_MULTIPROCESSOR
         handed_over = 2 if self.sharing == SHARED_OUT else 1  # of a block
         flags = self.warps * self.slots if self.sharing else 1
         return (
@@ -98,6 +101,21 @@ class Tile:
             and flags * self.blocks <= FLAGS_PER_MULTIPROCESSOR
             and self.blocks <= BLOCKS_PER_MULTIPROCESSOR
         )
+
+    @property
+    def evenly(self) -> bool:
+        """Whether the grid must cut every tile alike."""
+        return self.sharing in (SHARED_EVENLY, MARKED_EVENLY)
+
+    @property
+    def marked(self) -> bool:
+        """Whether what is handed over lies in places that are marked between launches."""
+        return self.sharing in (MARKED_EVENLY, MARKED)
+
+    @property
+    def shared_how(self) -> tuple[str, ...]:
+        """What tells a kernel of it, if anything must."""
+        return (f"SHARING={self.sharing}",) if self.sharing else ()
 
     @property
     def text(self) -> str:
@@ -179,7 +197,7 @@ def choose(arch: str, multiprocessors: int, m: int, n: int, k: int, bits: int) -
 
 def can_cut(tile: Tile, multiprocessors: int, m: int, n: int, k: int) -> bool:
     """Return whether a card has a grid that the tile's way of sharing sums allows."""
-    return tile.sharing != SHARED_EVENLY or column_tiles(tile, m, n) <= multiprocessors * tile.blocks
+    return not tile.evenly or column_tiles(tile, m, n) <= multiprocessors * tile.blocks
 
 
 def column_tiles(tile: Tile, m: int, n: int) -> int:
@@ -195,7 +213,7 @@ def grid(tile: Tile, multiprocessors: int, m: int, n: int, k: int, splits: int =
     """
     room, count = multiprocessors * tile.blocks, column_tiles(tile, m, n)
     even = room // count * count
-    if tile.sharing == SHARED_EVENLY:
+    if tile.evenly:
         units = k // tile.unit
         return count * max(s for s in range(1, room // count + 1) if units % s == 0)
     blocks = even if splits == 0 and even >= EVEN_SHARE * room else room
@@ -215,13 +233,15 @@ def all_tiles(arch: str, bits: int) -> Iterator[Tile]:
     yield from dict.fromkeys(row.tile for row in rows)
 
 
-def workspace_bytes(multiprocessors: int) -> tuple[int, int]:
-    """Return (bytes of sums, flags) that serve every kernel (``Tile.fits_workspace``).
+def workspace_bytes(multiprocessors: int) -> tuple[int, int, int]:
+    """Return (bytes of sums, of marked places, flags) that serve every kernel (``Tile.fits_workspace``).
 
     The registers of a multiprocessor hold at most 192 KiB of sums to hand over, in at most eight blocks. A
-    block hands over one tile and has one flag; where blocks share sums out, two tiles and a flag a warp.
+    block hands over one tile and has one flag; where blocks share sums out, two tiles and a flag a warp. Few
+    tokens alone gain by marks.
     """
-    return SUMS_PER_MULTIPROCESSOR * multiprocessors, FLAGS_PER_MULTIPROCESSOR * multiprocessors
+    each = SUMS_PER_MULTIPROCESSOR, MARKED_PER_MULTIPROCESSOR, FLAGS_PER_MULTIPROCESSOR
+    return each[0] * multiprocessors, each[1] * multiprocessors, each[2] * multiprocessors
 
 
 def arch_of(capability: tuple[int, int]) -> str | None:

@@ -83,12 +83,16 @@ class Machine:
     def __post_init__(self) -> None:
         self._sums = torch.empty(self.multiprocessors * tiles.SUMS_PER_MULTIPROCESSOR // 4)
         self._kept: list[torch.Tensor] = []
+        self._marked = torch.full(
+            (self.multiprocessors * tiles.MARKED_PER_MULTIPROCESSOR // 4,), -1, dtype=torch.int32
+        )
         self._flags = torch.zeros(self.multiprocessors * tiles.FLAGS_PER_MULTIPROCESSOR, dtype=torch.int32)
 
     def workspace(self, stream: int) -> SimpleNamespace:
-        """Return where blocks hand over sums, NaNs at first, and their flags."""
+        """Return where blocks hand over sums, NaNs at first, or are marked, and their flags."""
         self._sums.fill_(float("nan"))
-        return SimpleNamespace(sums=self._sums.data_ptr(), flags=self._flags.data_ptr())
+        addresses = (t.data_ptr() for t in (self._sums, self._marked, self._flags))
+        return SimpleNamespace(**dict(zip(("sums", "marked", "flags"), addresses, strict=True)))
 
     def start(
         self,
@@ -103,7 +107,8 @@ class Machine:
         """Run what ``launch.start`` starts on a card.
 
         Raises:
-            AssertionError: the kernel used shared memory as it must not, stood still, or left a flag set.
+            AssertionError: the kernel used shared memory as it must not, stood still, or left a flag set or a
+                place without its mark.
         """
         self.started.append(entry)
         job = _jobs(self.arch)[entry]
@@ -117,6 +122,7 @@ class Machine:
         )
         assert failure is None, f"{entry}: {failure.decode()}"
         assert not bool(self._flags.any()), f"{entry}: flags are not zero again"
+        assert bool((self._marked == -1).all()), f"{entry}: places are not marked again"
 
     def _keep(self, table: np.ndarray) -> torch.Tensor:
         self._kept.append(aligned(torch.from_numpy(table)))

@@ -4,6 +4,20 @@
 #pragma once
 #include "scheduler.cuh"
 
+// Who adds up a tile's sums. 0: its first block. 1: all its blocks, a share each (scatter.cuh); 2: so, and the grid cuts
+// every tile alike. 3 and 4: as 2 and 0, and places are MARKED.
+#ifndef SHARING
+#define SHARING 0
+#endif
+
+// Marked places hold what no sum is until a sum comes; who waits for it reads the place until it does, and marks it again
+// for the next launch. A flag takes two trips to the L2 more, after the sums: 0.6 us, as long as some units of the smallest
+// products. The mark is a NaN, but not the one that arithmetic gives (0x7FFFFFFF); integers go there with all bits but the
+// sign turned, so that of them it is the least, which no sum comes near.
+constexpr bool MARKED = SHARING >= 3;
+constexpr u32 MARK = 0xFFFFFFFF;
+template <class T> DEVICE u32 as_marked(u32 sum) { return T::INTEGER_SUMS ? sum ^ 0x7FFFFFFF : sum; }  // and back
+
 template <class T> using Sums = float[T::WORDS][T::TOKEN_TILES][4];
 
 // Calls f(pair, token tile, the pair's sum of token 2t, of token 2t + 1) for every pair of a lane; sums of fp32 or int.
@@ -83,6 +97,7 @@ template <class T> struct Epilogue {
   // seen by way of a barrier (causality order of the PTX memory model). A fence of every thread's own costs 0.4 us more.
   DEVICE void hand_over(Sums<T> &sums, u32 block) const {
     u8 *const to = partials_of(block);
+    if constexpr (MARKED) return hand_over_marked(sums, to);
     each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
       if (owns(pair)) __stcg(reinterpret_cast<float2 *>(to + partial_at(pair, tile)), make_float2(a, b));
     });
@@ -92,14 +107,49 @@ template <class T> struct Epilogue {
 
   // Adds what blocks `from` to `to` - 1 handed over, in that order, and clears their flags for the next launch.
   DEVICE void collect(Sums<T> &sums, u32 from, u32 to) const {
-    for (u32 block = from + threadIdx.x; block < to; block += T::THREADS) {
-      while (ptx::load_acquire(p.flags + block) == 0) {
+    if constexpr (!MARKED) {
+      for (u32 block = from + threadIdx.x; block < to; block += T::THREADS) {
+        while (ptx::load_acquire(p.flags + block) == 0) {
+        }
+        p.flags[block] = 0;
       }
-      p.flags[block] = 0;
+      multiplying_threads_meet<T>();
     }
-    multiplying_threads_meet<T>();
 #pragma unroll 1
-    for (u32 block = from; block < to; block++) add_partial(sums, block);
+    for (u32 block = from; block < to; block++)
+      if constexpr (MARKED)
+        add_marked(sums, block);
+      else
+        add_partial(sums, block);
+  }
+
+  DEVICE void hand_over_marked(Sums<T> &sums, u8 *to) const {
+    each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
+      const u32 both[2] = {as_marked<T>(__float_as_uint(a)), as_marked<T>(__float_as_uint(b))};
+      if (owns(pair)) ptx::store_8_relaxed(to + partial_at(pair, tile), both);
+    });
+  }
+  // Adds a block's sums when all of this warp's have come, and marks their places.
+  DEVICE void add_marked(Sums<T> &sums, u32 block) const {
+    u8 *const from = partials_of(block);
+    u32 v[T::PAIRS * T::TOKEN_TILES][2];
+    for (;;) {
+      bool missing = false;
+      each_pair<T>(sums, [&](int pair, int tile, float &, float &) {
+        u32(&both)[2] = v[pair * T::TOKEN_TILES + tile];
+        ptx::load_8_if(both, from + partial_at(pair, tile), owns(pair));
+        missing |= both[0] == MARK || both[1] == MARK;
+      });
+      if (!__any_sync(0xFFFFFFFFu, missing)) break;
+      ptx::look_again();
+    }
+    each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
+      if (owns(pair)) {
+        const u32 marks[2] = {MARK, MARK}, *const both = v[pair * T::TOKEN_TILES + tile];
+        ptx::store_8_relaxed(from + partial_at(pair, tile), marks);
+        add_to<T>(a, __uint_as_float(as_marked<T>(both[0]))), add_to<T>(b, __uint_as_float(as_marked<T>(both[1])));
+      }
+    });
   }
 
   DEVICE void add_partial(Sums<T> &sums, u32 block) const {

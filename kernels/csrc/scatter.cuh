@@ -6,6 +6,8 @@
 // waits before it has handed everything over. Warps meet the same warps of the other blocks, and no others: an arrival
 // count for each first block of a tile and warp, which the last owner to leave clears.
 //
+// Nothing is counted where places are marked (epilogue.cuh): an owner reads its share until all of it has come.
+//
 // An item is what a lane holds of a product: four sums (16 columns x 8 tokens a warp), or, where slots have shared out the
 // pairs, two.
 //
@@ -14,10 +16,7 @@
 #pragma once
 #include "epilogue.cuh"
 
-#ifndef SHARING  // 1: the kernel's blocks share tiles out like this; 2: and the grid cuts every tile alike
-#define SHARING 0
-#endif
-constexpr int PLACES = SHARING == 2 ? 1 : 2;  // partial tiles of a block: an even cut leaves it with one
+constexpr int PLACES = SHARING == 1 ? 2 : 1;  // partial tiles of a block: an even cut leaves it with one
 
 // Who shares a segment's tile: blocks `from` to `to` - 1, of which those before `owners` collect.
 template <class T> struct Sharers {
@@ -83,6 +82,7 @@ template <class T> struct Scatter {
           }
         }
       }
+    if constexpr (MARKED) return;
     __syncwarp();
     if (epilogue.lane == 0) ptx::add_release(count(), 1);
   }
@@ -90,10 +90,10 @@ template <class T> struct Scatter {
   // Adds up and stores this block's share of the items.
   DEVICE void collect() const {
     if (blockIdx.x >= of.owners) return;
-    wait_for_all();
+    if constexpr (!MARKED) wait_for_all();
 #pragma unroll 1
     for (int item = first; item < end; item += ITEMS_AT_ONCE) some_items(item);
-    leave();
+    if constexpr (!MARKED) leave();
   }
 
   // Arrivals are in the low half of a count, owners that have left in the high half.
@@ -124,18 +124,47 @@ template <class T> struct Scatter {
   // All loads are on their way at once; absent ones are zeros.
   DEVICE void add_blocks(float (&sum)[ITEMS_AT_ONCE][SUMS], u32 block, int item) const {
     u32 v[BLOCKS_AT_ONCE][ITEMS_AT_ONCE][SUMS];
+    for (;;) {
 #pragma unroll
-    for (int b = 0; b < BLOCKS_AT_ONCE; b++) {
-      const u8 *const from = items(block + b) + item * ITEM_BYTES;
+      for (int b = 0; b < BLOCKS_AT_ONCE; b++) {
+        const u8 *const from = items(block + b) + item * ITEM_BYTES;
 #pragma unroll
-      for (int q = 0; q < ITEMS_AT_ONCE; q++) load(v[b][q], from + q * ITEM_BYTES, is(block + b, item + q));
+        for (int q = 0; q < ITEMS_AT_ONCE; q++) load(v[b][q], from + q * ITEM_BYTES, is(block + b, item + q));
+      }
+      if (!MARKED || !__any_sync(0xFFFFFFFFu, any_mark(v))) break;
+      ptx::look_again();
     }
+    if constexpr (MARKED) mark_again(block, item);
 #pragma unroll
     for (int b = 0; b < BLOCKS_AT_ONCE; b++)
 #pragma unroll
       for (int q = 0; q < ITEMS_AT_ONCE; q++)
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sum[q][i] += __uint_as_float(v[b][q][i]);
+  }
+  DEVICE static bool any_mark(const u32 (&v)[BLOCKS_AT_ONCE][ITEMS_AT_ONCE][SUMS]) {
+    bool found = false;
+#pragma unroll
+    for (int b = 0; b < BLOCKS_AT_ONCE; b++)
+#pragma unroll
+      for (int q = 0; q < ITEMS_AT_ONCE; q++)
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) found |= v[b][q][i] == MARK;
+    return found;
+  }
+  DEVICE void mark_again(u32 block, int item) const {
+    const float mark = __uint_as_float(MARK), marks[4] = {mark, mark, mark, mark};
+#pragma unroll
+    for (int b = 0; b < BLOCKS_AT_ONCE; b++)
+#pragma unroll
+      for (int q = 0; q < ITEMS_AT_ONCE; q++)
+        if (is(block + b, item + q)) write(items(block + b) + (item + q) * ITEM_BYTES, marks);
+  }
+  DEVICE static void write(u8 *to, const float *sums) {
+    if constexpr (SUMS == 4)
+      ptx::store_16_relaxed(to, sums);
+    else
+      ptx::store_8_relaxed(to, sums);
   }
   DEVICE bool is(u32 block, int item) const { return block < of.to && item < end; }
   DEVICE static void load(u32 (&v)[SUMS], const u8 *from, bool there) {
@@ -177,7 +206,7 @@ template <class T> DEVICE void share_segment(const Problem &p, Sums<T> &sums, co
 
 // A segment's end, by the kernel's way.
 template <class T> DEVICE void end_segment(const Problem &p, Sums<T> &sums, const Segment &segment, u32 shared_sums) {
-  if constexpr (SHARING)
+  if constexpr (SHARING != 0 && SHARING != 4)
     share_segment<T>(p, sums, segment, shared_sums);
   else
     finish_segment<T>(p, sums, segment, shared_sums, [&](const Epilogue<T> &end) { end.store(sums, segment); });

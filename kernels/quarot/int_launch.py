@@ -90,7 +90,7 @@ def start(
         *operands,
         *before,
         out.data_ptr(),
-        space.sums,
+        space.marked if choice.tile.marked else space.sums,
         space.flags,
         arguments.int32(out.shape[0]),
         arguments.int32(out.shape[1]),

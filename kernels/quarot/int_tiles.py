@@ -199,5 +199,6 @@ def file_of(tile: tiles.Tile, dtype: str, order: int, steps: int) -> File:
         f"CONFIG={dtype.upper()},{kind},{','.join(map(str, shape))}",
         f"BLOCKS={tile.blocks}",
         f"SHARED={shared_bytes(tile, order, steps != 0)}",
+        *tile.shared_how,
     )
     return File(SOURCES[tile.engine], entry, defines)

@@ -53,10 +53,13 @@ inline void store_shared_4(u32 address, float v) { machine::store_shared(address
 inline void store_shared_8(u32 address, float2 v) { machine::store_shared(address, v); }
 template <u32 AT = 0> void store_shared_16(u32 address, uint4 v) { machine::store_shared(address + AT, v); }
 
-// Looks again when something has happened.
-inline u32 load_acquire(const u32 *flag) {
+// Goes on when something has happened since the last look.
+inline void look_again() {
   if (machine::current->looked == machine::events) machine::wait_while(machine::events, machine::events);
   machine::current->looked = machine::events;
+}
+inline u32 load_acquire(const u32 *flag) {
+  look_again();
   return *flag;
 }
 inline void store_release(u32 *flag, u32 v) { *flag = v, machine::events++; }
@@ -74,8 +77,8 @@ inline u32 count_arrival(u32 *count, u32 last) {
 inline void load_8_if(u32 there, const void *from, int &a, int &b) {
   if (there) a = static_cast<const int *>(from)[0], b = static_cast<const int *>(from)[1];
 }
-inline void store_16_relaxed(void *to, const float *v) { std::memcpy(to, v, 16); }
-inline void store_8_relaxed(void *to, const float *v) { std::memcpy(to, v, 8); }
+inline void store_16_relaxed(void *to, const float *v) { std::memcpy(to, v, 16), machine::events++; }
+inline void store_8_relaxed(void *to, const void *v) { std::memcpy(to, v, 8), machine::events++; }
 inline void load_16_if(u32 (&v)[4], const void *from, bool there) {
   std::memset(v, 0, 16);
   if (there) std::memcpy(v, from, 16);

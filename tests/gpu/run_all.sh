@@ -16,8 +16,11 @@ for part in "$@"; do
     tests) "$PYTHON" -m pytest -q -p no:cacheprovider -W default -m gpu tests/gpu tests/plugin/test_lazy.py --durations=5 ;;
     sanitizer)
         if command -v compute-sanitizer >/dev/null; then
-            for tool in memcheck synccheck; do
-                compute-sanitizer --report-api-errors no --tool "$tool" --error-exitcode 1 "$PYTHON" tests/gpu/sanitize.py
+            for part in $("$PYTHON" tests/gpu/sanitize.py --parts); do  # synccheck has room for one part's barriers
+                for tool in memcheck synccheck; do
+                    compute-sanitizer --report-api-errors no --tool "$tool" --error-exitcode 1 \
+                        "$PYTHON" tests/gpu/sanitize.py "$part"
+                done
             done
             # Reports of kernels with barriers for parts of a block are not errors: docs/gpu.md says why.
             compute-sanitizer --report-api-errors no --tool racecheck "$PYTHON" tests/gpu/sanitize.py

@@ -1,8 +1,9 @@
 """A few products of every tile, small enough for compute-sanitizer (``run_all.sh sanitizer``).
 
-python tests/gpu/sanitize.py [PART ...]    (all parts where none is named)
+python tests/gpu/sanitize.py [PART ...]    (all parts where none is named; --parts: print their names)
 """
 
+import functools
 import itertools
 import sys
 from unittest import mock
@@ -32,6 +33,9 @@ from w4pack.kernels.quarot.transform import Transform
 
 def main(names: list[str]) -> None:
     """Run the named parts, or all."""
+    if names == ["--parts"]:
+        print(*PARTS, sep="\n")
+        return
     for name in names or PARTS:
         PARTS[name]()
         torch.cuda.synchronize()
@@ -54,7 +58,7 @@ def products() -> None:
                 x = torch.randn(m, k, device="cuda").half()
                 out = torch.empty(m, n, device="cuda", dtype=torch.float16)
                 grid = tiles.grid(tile, card.multiprocessors, m, n, k)
-                few = grid if tile.sharing == tiles.SHARED_EVENLY else min(8, grid)
+                few = grid if tile.evenly else min(8, grid)
                 chosen = tiles.Launch(tile, few)
                 packed = Packed(words, scales, zeros, bits, group)
                 gemm_launch.run_gemm(x, packed, None, out, k, n, chosen)
@@ -173,35 +177,42 @@ def caches() -> None:
 
 
 def quantizers() -> None:
-    """Quantize rows of every form: without a transform; with one, as many as blocks take in several turns."""
+    """Quantize rows without a transform, of every form."""
     for k in (72, 5120, 8192, 14336, 16384):
         x, width = torch.randn(5, 2 * k, device="cuda").half(), -(-k // 64) * 64
         quantize_ops.norm_quantize(x[:, :k], torch.ones(k, device="cuda"), 1e-5, "", 4, 0.9, 2, width)
         quantize_ops.act_quantize(x, "silu", "", 8, 1.0, 1, width)
+
+
+def transforms(row: flat_plan.Flat) -> None:
+    """Transform rows of one form, as many as blocks take in several turns."""
+    key = Transform.planned(row.size).key
+    n = row.size * (1 if row.steps else row.columns)
     # Few blocks take several rows each: synccheck has room for some thousand barriers.
     few = mock.patch.object(launch.device(0), "multiprocessors", 8)
     with mock.patch.object(flat_plan, "MANY", 1), few:
-        for row in flat_plan.FLATS:
-            key = Transform.planned(row.size).key
-            n = row.size * (1 if row.steps else row.columns)
-            heads = 0 if row.steps else row.size
-            for m in (1, 41):
-                x = torch.randn(m, n, device="cuda").half()
-                if heads:
-                    found = quantize_ops.heads_quantize(x, heads, key, 8, 1.0, 1, n)
-                    y = quantize_reference.across_heads(x.cpu(), heads, Transform.of(key))
-                else:
-                    found = quantize_ops.act_quantize(x, "none", key, 8, 1.0, 1, n)
-                    y = quantize_reference.apply(x.cpu().double(), Transform.of(key))
-                wanted = quantize_reference.codes(
-                    y.float(), x.dtype, 8, 1.0, 1, n
-                )  # the library's products upset synccheck
-                assert int((found[0].cpu().int() - wanted[0].int()).abs().max()) <= 1, (row, m)
-                if row.acts:
-                    quantize_ops.act_quantize(torch.cat((x, x), 1), "gelu_tanh", key, 4, 0.9, 2, n)
+        for m in (1, 41):
+            x = torch.randn(m, n, device="cuda").half()
+            if row.acts:
+                quantize_ops.act_quantize(torch.cat((x, x), 1), "gelu_tanh", key, 4, 0.9, 2, n)
+            if row.apart:
+                continue
+            if row.steps:
+                found = quantize_ops.act_quantize(x, "none", key, 8, 1.0, 1, n)
+                y = quantize_reference.apply(x.cpu().double(), Transform.of(key))
+            else:
+                found = quantize_ops.heads_quantize(x, row.size, key, 8, 1.0, 1, n)
+                y = quantize_reference.across_heads(x.cpu(), row.size, Transform.of(key))
+            # On the CPU: the library's products upset synccheck.
+            wanted = quantize_reference.codes(y.float(), x.dtype, 8, 1.0, 1, n)
+            assert int((found[0].cpu().int() - wanted[0].int()).abs().max()) <= 1, (row, m)
 
 
 PARTS = {part.__name__: part for part in (products, experts, integers, integer_experts, caches, quantizers)}
+PARTS |= {
+    f"transforms_{row.size}{'_acts' if row.apart else ''}": functools.partial(transforms, row)
+    for row in flat_plan.FLATS
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -306,6 +306,7 @@ def test_norm_and_quantize(gained: bool, dtype: torch.dtype) -> None:
 
     for k, width in ((64, 64), (2304, 2304), (4096, 4096), (8192, 8192), (5000, 5056), (18432, 18432)):
         x = normal(6, k, dtype, 1)
+        x[:, 3] = 211  # the largest: a prime, so that no other value lies between two codes exactly
         for type_ in (torch.float32, dtype) if gained else (None,):
             gain = None if type_ is None else (1 + torch.randn(k, device="cuda") / 4).to(type_)
             y = x.double() * (1 if gain is None else gain.double()) * rms(x, 1e-6)

@@ -124,7 +124,7 @@ def test_the_same_input_gives_the_same_bits() -> None:
         assert all(torch.equal(_run(case), first) for _ in range(100)), (m, n, k)
 
 
-def test_shared_sums_are_right_at_any_cut_and_leave_counts_at_zero() -> None:
+def test_shared_sums_are_right_at_any_cut_and_leave_counts_and_marks_as_they_were() -> None:
     from w4pack.kernels import launch
 
     arch, sms = _card()
@@ -132,7 +132,7 @@ def test_shared_sums_are_right_at_any_cut_and_leave_counts_at_zero() -> None:
     for tile in (t for t in tiles.all_tiles(arch, 4) if t.sharing):
         most = sms * tile.blocks
         even = (tiles.grid(tile, sms, 150, 1088, 4096),)
-        for grid in even if tile.sharing == tiles.SHARED_EVENLY else (most, most - 5, 7):
+        for grid in even if tile.evenly else (most, most - 5, 7):
             chosen = tiles.Launch(tile, grid)
             first = _run(case, chosen)
             assert cases.error(first, case.exact) < cases.BOUND[torch.float16], chosen
@@ -140,7 +140,21 @@ def test_shared_sums_are_right_at_any_cut_and_leave_counts_at_zero() -> None:
     torch.cuda.synchronize()
     card = launch.device(0)
     made = [space.memory for space in (*card.workspaces.values(), *card.spare) if space.memory]
-    assert made and not any(flags.any() for _, flags in made)
+    assert made and all((marked == -1).all() and not flags.any() for _, marked, flags in made)
+
+
+def test_no_sum_is_taken_for_a_mark() -> None:
+    """NaNs of every kind and infinities go from block to block; a mark is a NaN too."""
+    arch, sms = _card()
+    case = cases.make(20, 4096, 1088, seed=5)
+    x = case.x.clone()
+    for row, bits in enumerate((0x7FFF, -1, 0x7C01, -0x3FF, 0x7C00, -0x400)):  # quiet, signalling; inf, -inf
+        x.view(torch.int16)[row, row * 700 : row * 700 + 3] = bits
+    for tile in (t for t in tiles.all_tiles(arch, 4) if t.marked):
+        chosen = tiles.Launch(tile, tiles.grid(tile, sms, 20, 1088, 4096))
+        found = _run(case.with_x(x), chosen)
+        assert not found[:4].isfinite().any() and not found[4:6].isfinite().any(), tile
+        assert torch.equal(found[6:], _run(case, chosen)[6:]), tile
 
 
 def test_a_row_does_not_depend_on_others_within_one_tile_class() -> None:

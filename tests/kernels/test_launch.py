@@ -62,20 +62,20 @@ class Core:
         self.calls.append(("context",))
 
 
-def test_a_late_workspace_is_the_drivers_and_zeroed_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_workspace_is_the_drivers_and_filled_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     card = _install(monkeypatch, driver)
     made = card.workspace(7)
     assert card.workspace(7) is made and made.sums != made.flags
-    sums, flags = tiles.workspace_bytes(132)
-    assert [c[1] for c in driver.calls if c[0] == "cuMemAlloc"] == [sums, 4 * flags]
-    zeroed = next(c for c in driver.calls if c[0] == "cuMemsetD32Async")
-    assert zeroed[1:4] == (made.flags, 0, flags) and zeroed[4] != 7
+    sums, marked, flags = tiles.workspace_bytes(132)
+    assert [c[1] for c in driver.calls if c[0] == "cuMemAlloc"] == [sums, marked, 4 * flags]
+    filled = [c[1:] for c in driver.calls if c[0] == "cuMemsetD32Async"]
+    assert [c[:3] for c in filled] == [(made.marked, 0xFFFFFFFF, marked // 4), (made.flags, 0, flags)]
+    assert all(c[3] != 7 for c in filled)
     first, *order = [c[0] for c in driver.calls]
     assert first == "context"
-    assert (
-        order.index("cuMemsetD32Async") < order.index("cuStreamSynchronize") < order.index("cuStreamDestroy")
-    )
+    last_fill = len(order) - 1 - order[::-1].index("cuMemsetD32Async")
+    assert last_fill < order.index("cuStreamSynchronize") < order.index("cuStreamDestroy")
     assert order[0] == order[-1] == "cuThreadExchangeStreamCaptureMode"
     assert driver.mode == 0
 
@@ -83,7 +83,7 @@ def test_a_late_workspace_is_the_drivers_and_zeroed_aside(monkeypatch: pytest.Mo
 def test_spares_are_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     card = _install(monkeypatch, driver)
-    card.spare = [launch.Workspace(1, 2)]
+    card.spare = [launch.Workspace(1, 2, 3)]
     assert card.workspace(5).sums == 1
     assert not driver.calls
 
@@ -125,7 +125,7 @@ def test_threads_that_meet_a_stream_at_once_get_one_workspace(monkeypatch: pytes
             self.setdefault(handle, theirs)
             return found
 
-    theirs, spare = launch.Workspace(1, 2), launch.Workspace(3, 4)
+    theirs, spare = launch.Workspace(1, 2, 3), launch.Workspace(4, 5, 6)
     card = launch.Device(0, None, "sm_90a", 132, spare=[spare])
     card.workspaces = Meeting()
     assert card.workspace(7) is theirs

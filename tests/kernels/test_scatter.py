@@ -23,7 +23,8 @@ class Card:
     units: int
     blocks: int
     items: int
-    evenly: bool = False  # SHARING == 2: every tile is cut alike, a block has a place for one
+    evenly: bool = False  # every tile is cut alike, a block has a place for one
+    marked: bool = False  # a place tells that its sum has come; nothing is counted
     places: dict[tuple[int, int], tuple[int, int, int, int]] = field(default_factory=dict)
     arrived: dict[int, int] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
@@ -59,54 +60,76 @@ class Card:
         second = block == of[0] and of[3]
         return block + second if self.evenly else 2 * block + second
 
-    def hand_over(self, block: int, segment: tuple[int, int, int]) -> tuple[int, int, int, bool]:
-        """Write every item of a segment."""
+    def hand_over(
+        self, block: int, segment: tuple[int, int, int], item: int
+    ) -> tuple[int, int, int, bool] | None:
+        """Write an item of a segment; returns who shares its tile once all are written."""
         tile, first, last = segment
         of = self.sharers(tile, block)
         assert of[0] < of[2], "somebody collects"
-        for item in range(self.items):
-            key = self.place(of, block), item
-            assert key not in self.places, "a place is written over before it was read"
-            self.places[key] = (tile, block, first, last)
-        self.arrived[of[0]] = self.arrived.get(of[0], 0) + 1
+        key = self.place(of, block), item
+        assert key not in self.places, "a place is written over before it was read"
+        self.places[key] = (tile, block, first, last)
+        if item < self.items - 1:
+            return None
+        if not self.marked:
+            self.arrived[of[0]] = self.arrived.get(of[0], 0) + 1
         return of
+
+    def share(self, block: int, of: tuple[int, int, int, bool]) -> range:
+        """The items that a block adds up."""
+        me, sharing = block - of[0], of[2] - of[0]
+        return range(me * self.items // sharing, (me + 1) * self.items // sharing)
+
+    def have_come(self, block: int, of: tuple[int, int, int, bool]) -> bool:
+        """Whether a block may read its share: all its places hold sums, or all sharers were counted."""
+        if not self.marked:
+            return self.arrived.get(of[0], 0) == of[1] - of[0]
+        return all(
+            (self.place(of, b), item) in self.places
+            for item in self.share(block, of)
+            for b in range(of[0], of[1])
+        )
 
     def collect(self, block: int, tile: int, of: tuple[int, int, int, bool]) -> None:
         """Read a block's share of the items."""
         first, to, owners, _ = of
-        me, sharing = block - first, owners - first
-        for item in range(me * self.items // sharing, (me + 1) * self.items // sharing):
+        for item in self.share(block, of):
             parts = [self.places.pop((self.place(of, b), item)) for b in range(first, to)]
             assert all(part[:2] == (tile, b) for part, b in zip(parts, range(first, to), strict=True))
             assert (tile, item) not in self.made
             self.made[tile, item] = parts
+        if self.marked:
+            return
         self.left[first] = self.left.get(first, 0) + 1
-        if self.left[first] == sharing:
+        if self.left[first] == owners - first:
             del self.left[first], self.arrived[first]
 
     def go(self, rng: random.Random) -> None:
         """Let blocks go on one at a time until all have ended; fails where all wait for one another."""
         todo = {block: self.run_of(block) for block in range(self.blocks)}
+        items = dict.fromkeys(range(self.blocks), 0)  # of the segment in hand that were written
         waiting: dict[int, tuple[int, tuple[int, int, int, bool]]] = {}
         live = list(todo)
         while live:
             block = rng.choice(live)
             if block in waiting:
                 tile, of = waiting[block]
-                if self.arrived[of[0]] == of[1] - of[0]:
+                if self.have_come(block, of):
                     self.collect(block, tile, of)
                     del waiting[block]
                 else:
                     assert any(b not in waiting for b in live), "all wait"
+            elif (segment := todo[block][0])[1:] == (0, self.units):
+                self.whole.add(todo[block].pop(0)[0])
             else:
-                segment = todo[block].pop(0)
-                if segment[1:] == (0, self.units):
-                    self.whole.add(segment[0])
-                else:
-                    of = self.hand_over(block, segment)
-                    if block < of[2]:
+                shared = self.hand_over(block, segment, items[block])
+                items[block] = (items[block] + 1) % self.items
+                if shared:
+                    todo[block].pop(0)
+                    if block < shared[2]:
                         assert not todo[block], "nobody waits with work left"
-                        waiting[block] = segment[0], of
+                        waiting[block] = segment[0], shared
             if not todo[block] and block not in waiting:
                 live.remove(block)
 
@@ -148,17 +171,17 @@ def test_tiles_shared_evenly_are_cut_at_units_and_have_one_place_a_block(arch: s
     """Grids of every shape that a table's exceptions name, on cards of several sizes."""
     shapes = tiles.table(arch).get("exceptions", {}).get("4", {})  # type: ignore[attr-defined]
     seen = 0
-    for shape, m in itertools.product(shapes, (65, 96, 128, 129, 256)):
+    for shape, m in itertools.product(shapes, (33, 64, 65, 96, 128, 129, 256)):
         n, k = map(int, shape.split("x"))
         for multiprocessors in (7, 78, 114, 132):
             tile, grid = (chosen := tiles.choose(arch, multiprocessors, m, n, k, 4)).tile, chosen.grid
-            if tile.sharing != tiles.SHARED_EVENLY:
+            if not tile.evenly:
                 continue
             count, units = tiles.column_tiles(tile, m, n), k // tile.unit
             assert (
                 grid <= multiprocessors * tile.blocks and grid % count == 0 and units % (grid // count) == 0
             )
-            card = Card(count, units, grid, 8, evenly=True)
+            card = Card(count, units, grid, 8, evenly=True, marked=tile.marked)
             card.go(random.Random(grid))
             card.check()
             seen += 1
@@ -168,7 +191,7 @@ def test_tiles_shared_evenly_are_cut_at_units_and_have_one_place_a_block(arch: s
 def test_a_card_with_too_few_multiprocessors_takes_another_tile() -> None:
     few = tiles.choose("sm_90a", 7, 128, 4096, 14336, 4)
     most = tiles.choose("sm_90a", 132, 128, 4096, 14336, 4)
-    assert few.tile.sharing != tiles.SHARED_EVENLY == most.tile.sharing and most.grid == 128
+    assert not few.tile.evenly and most.tile.evenly and most.grid == 128
 
 
 def test_any_cut_and_any_order_of_events() -> None:
@@ -225,6 +248,7 @@ def test_two_partial_tiles_and_a_flag_for_each_warp_must_fit() -> None:
     assert fits(64, 12, 1, 1, tiles.SHARED_OUT), "two times 96 KiB"
     assert fits(128, 8, 1, 1, tiles.COLLECTED) and not fits(128, 8, 1, 1, tiles.SHARED_OUT), "128 KiB"
     assert fits(128, 8, 1, 1, tiles.SHARED_EVENLY), "once 128 KiB"
+    assert fits(32, 12, 1, 1, tiles.MARKED) and not fits(64, 12, 1, 1, tiles.MARKED), "48 KiB are marked"
     assert fits(16, 4, 2, 2, tiles.SHARED_OUT) and not fits(16, 4, 2, 3, tiles.SHARED_OUT), "24 flags"
 
 
@@ -232,9 +256,11 @@ def test_two_partial_tiles_and_a_flag_for_each_warp_must_fit() -> None:
 def test_every_launch_has_its_places_and_counts_in_the_workspace(arch: str) -> None:
     for tile in (*tiles.all_tiles(arch, 4), *tiles.all_tiles(arch, 8)):
         for multiprocessors in (1, 16, 132):
-            sums, flags = tiles.workspace_bytes(multiprocessors)
+            sums, marked, flags = tiles.workspace_bytes(multiprocessors)
             blocks = multiprocessors * tile.blocks
-            if tile.sharing:
-                places = 1 if tile.sharing == tiles.SHARED_EVENLY else 2
+            if tile.marked:
+                assert blocks * tile.partial_bytes <= marked, tile
+            elif tile.sharing:
+                places = 1 if tile.evenly else 2
                 assert places * blocks * tile.partial_bytes <= sums, tile
                 assert blocks * tile.warps * tile.slots <= flags, tile

@@ -98,7 +98,7 @@ def test_tuned_choices_for_the_benchmarks_first_point() -> None:
         (28672, 4096): 224,
         (4096, 14336): 128,
         (6144, 4096): 96,
-        (4096, 4096): 64,
+        (4096, 4096): 128,
     }
 
 
