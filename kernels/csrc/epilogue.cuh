@@ -12,11 +12,10 @@
 
 // Marked places hold what no sum is until a sum comes; who waits for it reads the place until it does, and marks it again
 // for the next launch. A flag takes two trips to the L2 more, after the sums: 0.6 us, as long as some units of the smallest
-// products. The mark is a NaN, but not the one that arithmetic gives (0x7FFFFFFF); integers go there with all bits but the
-// sign turned, so that of them it is the least, which no sum comes near.
+// products. The mark is a NaN, but not the one that arithmetic gives (0x7FFFFFFF); as an integer it is -1, and sums of 4-bit
+// weights are multiples of 16.
 constexpr bool MARKED = SHARING >= 3;
 constexpr u32 MARK = 0xFFFFFFFF;
-template <class T> DEVICE u32 as_marked(u32 sum) { return T::INTEGER_SUMS ? sum ^ 0x7FFFFFFF : sum; }  // and back
 
 template <class T> using Sums = float[T::WORDS][T::TOKEN_TILES][4];
 
@@ -97,10 +96,15 @@ template <class T> struct Epilogue {
   // seen by way of a barrier (causality order of the PTX memory model). A fence of every thread's own costs 0.4 us more.
   DEVICE void hand_over(Sums<T> &sums, u32 block) const {
     u8 *const to = partials_of(block);
-    if constexpr (MARKED) return hand_over_marked(sums, to);
     each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
-      if (owns(pair)) __stcg(reinterpret_cast<float2 *>(to + partial_at(pair, tile)), make_float2(a, b));
+      if (!owns(pair)) return;
+      const float both[2] = {a, b};
+      if constexpr (MARKED)
+        ptx::store_8_relaxed(to + partial_at(pair, tile), both);  // read while it is written
+      else
+        __stcg(reinterpret_cast<float2 *>(to + partial_at(pair, tile)), make_float2(a, b));
     });
+    if constexpr (MARKED) return;
     multiplying_threads_meet<T>();
     if (threadIdx.x == 0) ptx::store_release(p.flags + block, 1);
   }
@@ -123,12 +127,6 @@ template <class T> struct Epilogue {
         add_partial(sums, block);
   }
 
-  DEVICE void hand_over_marked(Sums<T> &sums, u8 *to) const {
-    each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
-      const u32 both[2] = {as_marked<T>(__float_as_uint(a)), as_marked<T>(__float_as_uint(b))};
-      if (owns(pair)) ptx::store_8_relaxed(to + partial_at(pair, tile), both);
-    });
-  }
   // Adds a block's sums when all of this warp's have come, and marks their places.
   DEVICE void add_marked(Sums<T> &sums, u32 block) const {
     u8 *const from = partials_of(block);
@@ -145,9 +143,10 @@ template <class T> struct Epilogue {
     }
     each_pair<T>(sums, [&](int pair, int tile, float &a, float &b) {
       if (owns(pair)) {
-        const u32 marks[2] = {MARK, MARK}, *const both = v[pair * T::TOKEN_TILES + tile];
+        const float marks[2] = {__uint_as_float(MARK), __uint_as_float(MARK)};
         ptx::store_8_relaxed(from + partial_at(pair, tile), marks);
-        add_to<T>(a, __uint_as_float(as_marked<T>(both[0]))), add_to<T>(b, __uint_as_float(as_marked<T>(both[1])));
+        const u32(&both)[2] = v[pair * T::TOKEN_TILES + tile];
+        add_to<T>(a, __uint_as_float(both[0])), add_to<T>(b, __uint_as_float(both[1]));
       }
     });
   }

@@ -23,6 +23,7 @@ DEVICE void store_int_segment(const IntProblem &p, const Epilogue<T> &epilogue, 
 // A segment's sums are complete in the slots: add them up and hand over or store.
 template <class T>
 DEVICE void finish_int_segment(const IntProblem &p, Sums<T> &sums, const Segment &segment, u32 shared_sums) {
+  static_assert(!MARKED || T::GROUPED || T::KIND == S8_W4, "a sum of others might be -1, the mark");
   finish_segment<T>(p, sums, segment, shared_sums, [&](const Epilogue<T> &epilogue) {
     store_int_segment<T>(p, epilogue, sums, segment, shared_sums);
   });

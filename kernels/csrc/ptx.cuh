@@ -275,9 +275,6 @@ DEVICE void store_16_relaxed(void *to, const float *v) {
 DEVICE void store_8_relaxed(void *to, const float *v) {
   asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(v[0]), "f"(v[1]) : "memory");
 }
-DEVICE void store_8_relaxed(void *to, const u32 *v) {
-  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(v[0]), "r"(v[1]) : "memory");
-}
 // Between two looks at what another block will write; where kernels are emulated, lets the others go on.
 DEVICE void look_again() {}
 // What other blocks have written, past the L1; zeros where it is not `there`.

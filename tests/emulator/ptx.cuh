@@ -78,7 +78,7 @@ inline void load_8_if(u32 there, const void *from, int &a, int &b) {
   if (there) a = static_cast<const int *>(from)[0], b = static_cast<const int *>(from)[1];
 }
 inline void store_16_relaxed(void *to, const float *v) { std::memcpy(to, v, 16), machine::events++; }
-inline void store_8_relaxed(void *to, const void *v) { std::memcpy(to, v, 8), machine::events++; }
+inline void store_8_relaxed(void *to, const float *v) { std::memcpy(to, v, 8), machine::events++; }
 inline void load_16_if(u32 (&v)[4], const void *from, bool there) {
   std::memset(v, 0, 16);
   if (there) std::memcpy(v, from, 16);

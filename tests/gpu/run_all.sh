@@ -17,8 +17,9 @@ for part in "$@"; do
     sanitizer)
         if command -v compute-sanitizer >/dev/null; then
             for part in $("$PYTHON" tests/gpu/sanitize.py --parts); do  # synccheck has room for one part's barriers
-                for tool in memcheck synccheck; do
-                    compute-sanitizer --report-api-errors no --tool "$tool" --error-exitcode 1 \
+                for tool in memcheck "synccheck --num-cuda-barriers 65536"; do
+                    # shellcheck disable=SC2086  # a tool and its options
+                    compute-sanitizer --report-api-errors no --tool $tool --error-exitcode 1 \
                         "$PYTHON" tests/gpu/sanitize.py "$part"
                 done
             done

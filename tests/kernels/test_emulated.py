@@ -32,7 +32,10 @@ def shapes(tile: tiles.Tile, unit: int) -> Iterator[tuple[int, int, int, int]]:
     m, n = tile.tokens + 1, tile.columns + 64
     yield tile.tokens - 1, unit * tile.slots, 64, 1
     yield m, unit * (2 * tile.slots + 1) + 64, n, 3
-    yield 1, unit * (tile.slots * tile.stages + 3), n, 4
+    cut = (
+        2 * int_tiles.EXCHANGE_UNITS + 1
+    )  # units of a tile, two of which four blocks share rather than leave two idle
+    yield 1, unit * max(tile.slots * tile.stages + 3, cut), n, 4
 
 
 @pytest.mark.parametrize(
