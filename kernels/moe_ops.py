@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4pack.kernels import checks, moe_checks, moe_launch, reference
-from w4pack.kernels.arguments import Packed, with_packed
+from w4pack.kernels.arguments import Packed, register_fake, with_packed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,8 +68,8 @@ _library.impl("moe_gemm", with_packed(moe_launch.gemm, before=1, between=2), "CU
 _library.impl("moe_gather", moe_launch.gather, "CUDA")
 _library.impl("moe_gemm", with_packed(_gemm_cpu, before=1, between=2), "CPU")
 _library.impl("moe_gather", _gather_cpu, "CPU")
-torch.library.register_fake("w4pack::moe_gemm", with_packed(_gemm_fake, before=1, between=2), lib=_library)
-torch.library.register_fake("w4pack::moe_gather", _gather_fake, lib=_library)
+register_fake(_library, "moe_gemm", with_packed(_gemm_fake, before=1, between=2))
+register_fake(_library, "moe_gather", _gather_fake)
 
 moe_gemm = torch.ops.w4pack.moe_gemm.default
 moe_gather = torch.ops.w4pack.moe_gather.default

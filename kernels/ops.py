@@ -19,7 +19,7 @@ import torch
 
 from w4pack.convert.errors import UsageError
 from w4pack.kernels import checks, gather_launch, gemm_launch, launch, reference
-from w4pack.kernels.arguments import Packed, current_stream, int32, pointer, with_packed
+from w4pack.kernels.arguments import Packed, current_stream, int32, pointer, register_fake, with_packed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,6 +75,7 @@ def _gemm_out_fake(x: "Tensor", packed: Packed, bias: "Tensor | None", out: "Ten
 
 
 def _check_gather(x: "Tensor", perm: "Tensor", width: int) -> None:
+    checks.require(x.dim() == 2, "x is not two-dimensional", "x", "(M, K)", tuple(x.shape))
     checks.order(perm, x, "x", x.shape[1])
     checks.rows(x, "x", 1)
     if x.element_size() != 2 or width % 8 or width < x.shape[1]:
@@ -112,6 +113,7 @@ def _dequantize_cuda(packed: Packed, dtype: torch.dtype) -> "Tensor":
 
 def _dequantize_cpu(packed: Packed, dtype: torch.dtype) -> "Tensor":
     checks.weight(*packed)
+    checks.dense_dtype(dtype)
     return reference.dequantize(*packed, dtype)
 
 
@@ -160,7 +162,7 @@ for _name in ("gemm", "gemm_out", "gather", "dequantize", "repack"):
         elif _name == "dequantize":
             _function = with_packed(_function, before=0, between=0)
         if _key == "fake":
-            torch.library.register_fake(f"w4pack::{_name}", _function, lib=_library)
+            register_fake(_library, _name, _function)
         else:
             _library.impl(_name, _function, _key.upper())
 

@@ -36,6 +36,9 @@ class Shape:
         return any("experts.*" in name for name, _ in self.layers)
 
 
+EXPECTED = "NxK: outputs x inputs, from 1 to 999999999 each"
+
+
 def of_text(text: str, bits: int, group_size: int, scale_dtype: str, act_bits: int = WIDE) -> Shape:
     """Return the shape that a text like ``4096x14336`` (N x K: outputs x inputs) gives.
 
@@ -44,7 +47,7 @@ def of_text(text: str, bits: int, group_size: int, scale_dtype: str, act_bits: i
     """
     found = SHAPE.fullmatch(text)
     if found is None:
-        raise UsageError("no shape", where="--shape", expected="NxK: outputs x inputs", found=text)
+        raise UsageError("no shape", where="--shape", expected=EXPECTED, found=text)
     n, k = int(found[1]), int(found[2])
     if n % UNIT or k % UNIT:
         stored = f"{-(-n // UNIT) * UNIT}x{-(-k // UNIT) * UNIT}"

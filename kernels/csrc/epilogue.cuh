@@ -12,8 +12,8 @@
 
 // Marked places hold what no sum is until a sum comes; who waits for it reads the place until it does, and marks it again
 // for the next launch. A flag takes two trips to the L2 more, after the sums: 0.6 us, as long as some units of the smallest
-// products. The mark is a NaN, but not the one that arithmetic gives (0x7FFFFFFF); as an integer it is -1, and sums of 4-bit
-// weights are multiples of 16.
+// products. The mark is a NaN, but not the one that arithmetic gives (0x7FFFFFFF); as an integer it is -1, and sums of S8_W4
+// are multiples of 16.
 constexpr bool MARKED = SHARING >= 3;
 constexpr u32 MARK = 0xFFFFFFFF;
 

@@ -16,6 +16,7 @@ template <class T> struct Exchange {
   static constexpr bool USED = T::WARPGROUP && T::SLOTS == 1 && T::TOKENS >= 128 && !T::GROUPED && T::KIND == S8_W4;
   static constexpr u32 WARPGROUPS = T::WARPS / 4, BARRIER = 10;  // and the following
   static_assert(WARPGROUPS <= 4, "barriers 10 to 13");
+  static_assert(!USED || !MARKED, "what lies here is not marked again");
   using G = Grid<T>;
 
   const IntProblem &p;

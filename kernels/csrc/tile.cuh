@@ -103,7 +103,7 @@ struct Problem {
   const u8 *zeros;         // (groups, N * BITS / 32) words or null
   const u8 *bias;          // (N) of the activations' type, or null
   u8 *y;                   // (M, ldy)
-  float *partials;         // a block's sums, or two tiles of them where blocks share sums out
+  float *partials;         // a block's sums, or two tiles of them where blocks share sums out; MARKED: all marks before and after
   u32 *flags;              // of blocks, or of their warps or warpgroups; zero before and after
   int m, n, k, ldx, ldy;
   int group_shift;         // log2 of the group size; 31 where one group spans K

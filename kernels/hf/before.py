@@ -23,6 +23,9 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templ
 DRIVER = "libcuda.so.1"
 
 
+LEAST_TEMPERATURE = 1e-5  # scores divided by less leave the range of float32
+
+
 def check_options(given: Given) -> tuple[dict[str, str], ...]:
     """Look at the options alone. Returns a warning for each that has no effect.
 
@@ -35,6 +38,14 @@ def check_options(given: Given) -> tuple[dict[str, str], ...]:
             where="--system",
             found="--no-chat",
             hint="leave out one of the two",
+        )
+    if 0 < given["temperature"] < LEAST_TEMPERATURE:
+        raise UsageError(
+            "the temperature is too low to draw by",
+            where="--temperature",
+            expected=f"0, or at least {LEAST_TEMPERATURE}",
+            found=str(given["temperature"]),
+            hint="0 takes the most likely token",
         )
     if given["device"] is not None:
         check_device(given["device"])

@@ -157,16 +157,30 @@ def _run(speaker: Speaker, ids: "Tensor", stream: "Stream") -> None:
         }
     first = next(iter(_ends(model)), None)
     stream.begin()
-    model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=_most_new(speaker, ids.shape[1]),
-        pad_token_id=speaker.tokenizer.pad_token_id if first is None else first,
-        logits_processor=LogitsProcessorList([FiniteScores(model)]),
-        streamer=stream,
-        **sampling,
-        **one,
-    )
+    try:
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=_most_new(speaker, ids.shape[1]),
+            pad_token_id=speaker.tokenizer.pad_token_id if first is None else first,
+            logits_processor=LogitsProcessorList([FiniteScores(model)]),
+            streamer=stream,
+            **sampling,
+            **one,
+        )
+    except (
+        ValueError,
+        TypeError,
+        ImportError,
+    ) as error:  # before the first token: a setting that it cannot take
+        if stream.count:
+            raise
+        raise UsageError(
+            "transformers cannot generate with the model's settings",
+            where="generation_config.json",
+            found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            hint="change the setting it names, or remove the file",
+        ) from error
 
 
 def _ends(model: "PreTrainedModel") -> list[int]:

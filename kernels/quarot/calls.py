@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from w4pack.kernels.arguments import Packed
+from w4pack.kernels.arguments import Packed, register_fake
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,7 @@ def register(
 
     library.impl(name, gathered(cuda), "CUDA")
     library.impl(name, gathered(cpu), "CPU")
-    torch.library.register_fake(f"w4pack::{name}", gathered(fake), lib=library)
+    register_fake(library, name, gathered(fake))
 
 
 def with_form(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from w4pack.kernels.arguments import register_fake
 from w4pack.kernels.quarot import orders_int, quantize_checks, quantize_launch, quantize_reference
 from w4pack.kernels.quarot.calls import Form, with_form
 from w4pack.kernels.quarot.transform import Transform
@@ -107,7 +108,7 @@ for _name, _cuda, _cpu in (
 ):
     _library.impl(_name, with_form(_cuda), "CUDA")
     _library.impl(_name, with_form(_cpu), "CPU")
-    torch.library.register_fake(f"w4pack::{_name}", with_form(_fake), lib=_library)
+    register_fake(_library, _name, with_form(_fake))
 
 norm_quantize = torch.ops.w4pack.norm_quantize.default
 act_quantize = torch.ops.w4pack.act_quantize.default

@@ -186,3 +186,24 @@ def test_a_dense_weight_is_half_or_bfloat16() -> None:
     checks.dense_dtype(torch.bfloat16)
     with pytest.raises(UsageError, match="dtype"):
         checks.dense_dtype(torch.float32)
+
+
+def test_a_meta_tensor_among_others_is_refused() -> None:
+    """Else the operator's shape function would answer, with memory that nobody wrote."""
+
+    w = torch.zeros((4, 128), dtype=torch.int32)
+    s, x = torch.ones((1, 64), dtype=torch.float16), torch.ones((1, 64), dtype=torch.float16)
+    for given in ((x, w.to("meta"), s), (x, w, s.to("meta")), (x.to("meta"), w, s)):
+        with pytest.raises(UsageError, match="different devices"):
+            ops.gemm(*given, None, None, 4, 64)
+    assert ops.gemm(x.to("meta"), w.to("meta"), s.to("meta"), None, None, 4, 64).shape == (1, 64)
+
+
+def test_operators_on_a_cpu_refuse_what_those_on_a_card_do() -> None:
+
+    w, s = torch.zeros((4, 128), dtype=torch.int32), torch.ones((1, 64), dtype=torch.float16)
+    for dtype in (torch.int32, torch.float32):
+        with pytest.raises(UsageError):
+            ops.dequantize(w, s, None, 4, 64, dtype)
+    with pytest.raises(UsageError, match="two-dimensional"):
+        ops.gather(torch.ones(64, dtype=torch.float16), torch.arange(64, dtype=torch.int32), 64)

@@ -157,6 +157,29 @@ def test_wrong_uses_are_told(out: Path, chatty: Path, demo: Path, tmp_path: Path
         assert text in done.stderr and "Traceback" not in done.stderr, (args, done.stderr)
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"repetition_penalty": -1.0}, "penalty"),
+        ({"eos_token_id": "abc"}, "TypeError"),
+        ({"cache_implementation": "quantized"}, "Error"),
+    ],
+)
+def test_settings_that_transformers_cannot_take_are_told(
+    settings: dict[str, object], named: str, out: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "settings"
+    shutil.copytree(out, folder)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    result = run(folder, "hello", "--device", "cpu", "--max-new-tokens", "2")
+    assert result.exit_code == 2 and "generation_config.json" in result.stderr and named in result.stderr
+
+
+def test_a_temperature_that_nothing_can_be_drawn_by_is_told(out: Path) -> None:
+    result = run(out, "hello", "--device", "cpu", "--temperature", "1e-40")
+    assert result.exit_code == 2 and "at least 1e-05" in result.stderr
+
+
 def test_a_missing_extra_says_what_brings_it(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
