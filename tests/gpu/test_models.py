@@ -97,6 +97,7 @@ def test_a_captured_step_replays_bit_for_bit(name: str, tmp_path: Path) -> None:
             assert torch.equal(replayed, step()), seed
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # what the compiler advises: TF32, online softmax
 @pytest.mark.parametrize("name", GRAPHED)
 def test_a_compiled_model_equals_eager(name: str, tmp_path: Path) -> None:
     out = models.artifact(name, tmp_path)
