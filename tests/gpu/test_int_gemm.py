@@ -213,6 +213,26 @@ def test_sums_handed_over_early_are_those_of_their_own_launch() -> None:
         assert torch.equal(out, wanted[: len(out)]), (text, blocks)
 
 
+@pytest.mark.parametrize("group", [-1, 128])
+def test_places_are_marked_again_whatever_tile_comes_next(group: int) -> None:
+    """Products of other values one behind the other: a place that kept its mark's or an old value would show."""
+    from w4pack.kernels import launch
+
+    card = launch.device(0)
+    marked = [
+        t for t in int_tiles.all_tiles(launch.table_arch(card.arch), orders_int.P32, group != -1) if t.marked
+    ]
+    cases_of = [make(m, 8192, 704, "s8w4", group, torch.float16) for m in (1, 7, 16, 31)]
+    wanted = [_exact(case) for case in cases_of]
+    for _, tile, (case, exact) in itertools.product(range(5), marked, zip(cases_of, wanted, strict=True)):
+        grid = int_tiles.grid(tile, card.multiprocessors, len(exact), 704, 8192, orders_int.P32)
+        for blocks in (grid, grid - 5, 40):
+            _compare(_run(case, tiles.Launch(tile, blocks)), exact, group != -1, (tile.text, blocks))
+    torch.cuda.synchronize()
+    spaces = [space.memory for space in (*card.workspaces.values(), *card.spare) if space.memory]
+    assert spaces and all((places == -1).all() for _, places, _ in spaces)
+
+
 def test_what_the_card_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(4, 64, 64, "s4w4", -1, torch.float16)
     monkeypatch.setattr(int_tiles, "choose", lambda *_: None)
