@@ -215,7 +215,7 @@ def test_sums_handed_over_early_are_those_of_their_own_launch() -> None:
 
 @pytest.mark.parametrize("group", [-1, 128])
 def test_places_are_marked_again_whatever_tile_comes_next(group: int) -> None:
-    """Products of other values one behind the other: a place that kept its mark's or an old value would show."""
+    """Products of other values one behind the other: a place that kept an old value would show."""
     from w4pack.kernels import launch
 
     card = launch.device(0)
