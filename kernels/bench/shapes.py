@@ -15,6 +15,7 @@ from w4pack.kernels.artifact import Artifact
 from w4pack.kernels.spec import UNIT, LinearSpec
 
 SHAPE = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
+EXPECTED = "NxK: outputs x inputs, from 1 to 999999999 each"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,6 @@ class Shape:
     def experts(self) -> bool:
         """Whether some of the layers are experts, which a model multiplies in groups."""
         return any("experts.*" in name for name, _ in self.layers)
-
-
-EXPECTED = "NxK: outputs x inputs, from 1 to 999999999 each"
 
 
 def of_text(text: str, bits: int, group_size: int, scale_dtype: str, act_bits: int = WIDE) -> Shape:

@@ -168,17 +168,13 @@ def _run(speaker: Speaker, ids: "Tensor", stream: "Stream") -> None:
             **sampling,
             **one,
         )
-    except (
-        ValueError,
-        TypeError,
-        ImportError,
-    ) as error:  # before the first token: a setting that it cannot take
+    except (ValueError, TypeError, ImportError) as error:
         if stream.count:
-            raise
+            raise  # no setting: those are looked at before the first token
         raise UsageError(
             "transformers cannot generate with the model's settings",
             where="generation_config.json",
-            found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
             hint="change the setting it names, or remove the file",
         ) from error
 
