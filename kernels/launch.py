@@ -5,6 +5,7 @@ for a device, or in ``prepare``; a launch afterwards is a look-up and one call o
 """
 
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -245,21 +246,23 @@ def _late_workspace(card: Device) -> Workspace:
     sums, marked, flags = tiles.workspace_bytes(card.multiprocessors)
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = _driver(driver.cuThreadExchangeStreamCaptureMode(relaxed), card.index)
-    try:
-        made = Workspace(
-            int(_driver(driver.cuMemAlloc(sums), card.index)),
-            int(_driver(driver.cuMemAlloc(marked), card.index)),
-            int(_driver(driver.cuMemAlloc(4 * flags), card.index)),
-        )
+    with ExitStack() as always, ExitStack() as failed:
+        always.callback(driver.cuThreadExchangeStreamCaptureMode, before)
+
+        def room(size: int) -> int:
+            address = int(_driver(driver.cuMemAlloc(size), card.index))
+            failed.callback(driver.cuMemFree, address)
+            return address
+
+        made = Workspace(room(sums), room(marked), room(4 * flags))
         aside = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         stream = _driver(driver.cuStreamCreate(int(aside)), card.index)
+        always.callback(driver.cuStreamDestroy, stream)
         _driver(driver.cuMemsetD32Async(made.marked, 0xFFFFFFFF, marked // 4, stream), card.index)
         _driver(driver.cuMemsetD32Async(made.flags, 0, flags, stream), card.index)
         _driver(driver.cuStreamSynchronize(stream), card.index)
-        _driver(driver.cuStreamDestroy(stream), card.index)
+        failed.pop_all()  # kept
         return made
-    finally:
-        driver.cuThreadExchangeStreamCaptureMode(before)
 
 
 def _driver(answer: tuple[Any, ...], index: int) -> Any:
@@ -270,7 +273,12 @@ def _driver(answer: tuple[Any, ...], index: int) -> Any:
     """
     status, *values = answer
     if int(status) != 0:
-        raise UsageError("the card has no room for a workspace", where=f"cuda:{index}", found=str(status))
+        raise UsageError(
+            "the card has no room for a workspace",
+            where=f"cuda:{index}",
+            found=str(status),
+            hint="free memory of the card and call again, or use fewer streams: each keeps a workspace",
+        )
     return values[0] if values else None
 
 

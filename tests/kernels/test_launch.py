@@ -14,7 +14,7 @@ from w4pack.kernels import launch, tiles
 
 
 class Driver(types.ModuleType):
-    """Plays the driver: remembers the calls, hands out addresses, fails where it is told to."""
+    """Plays the driver: remembers the calls, hands out addresses, fails in the calls that it is told to."""
 
     class CUstreamCaptureMode:
         CU_STREAM_CAPTURE_MODE_RELAXED = 2
@@ -22,10 +22,11 @@ class Driver(types.ModuleType):
     class CUstream_flags:  # noqa: N801
         CU_STREAM_NON_BLOCKING = 1
 
-    def __init__(self, fails: str = "") -> None:
+    def __init__(self, fails: str = "", nth: int = 0) -> None:
         super().__init__("driver")
         self.calls: list[tuple[Any, ...]] = []
-        self.mode, self.next, self.fails = 0, 0x1000, fails
+        self.held: set[int] = set()
+        self.mode, self.next, self.fails, self.nth = 0, 0x1000, fails, nth
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -34,13 +35,18 @@ class Driver(types.ModuleType):
 
     def _call(self, name: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
         self.calls.append((name, *given))
-        if name == self.fails:
+        if name == self.fails and self.nth in (0, [c[0] for c in self.calls].count(name)):
             return (2, None)
         if name == "cuThreadExchangeStreamCaptureMode":
             self.mode, before = given[0], self.mode
             return (0, before)
         self.next += 0x100000
-        return (0, self.next) if name in ("cuMemAlloc", "cuStreamCreate") else (0,)
+        if name in ("cuMemFree", "cuStreamDestroy"):
+            self.held.remove(given[0])
+        elif name in ("cuMemAlloc", "cuStreamCreate"):
+            self.held.add(self.next)
+            return (0, self.next)
+        return (0,)
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> launch.Device:
@@ -98,6 +104,28 @@ def test_a_failing_driver_is_an_error_and_the_mode_is_put_back(
         card.workspace(7)
     assert driver.mode == 0
     assert 7 not in card.workspaces
+
+
+@pytest.mark.parametrize(
+    ("fails", "nth"),
+    [
+        *(("cuMemAlloc", n) for n in (1, 2, 3)),
+        ("cuStreamCreate", 1),
+        *(("cuMemsetD32Async", n) for n in (1, 2)),
+        ("cuStreamSynchronize", 1),
+    ],
+)
+def test_a_workspace_that_failed_half_way_leaves_nothing_and_the_next_call_makes_one(
+    monkeypatch: pytest.MonkeyPatch, fails: str, nth: int
+) -> None:
+    driver = Driver(fails, nth)
+    card = _install(monkeypatch, driver)
+    with pytest.raises(UsageError, match="no room"):
+        card.workspace(7)
+    assert (driver.held, driver.mode, card.workspaces) == (set(), 0, {})
+    made = card.workspace(7)
+    assert driver.held == {made.sums, made.marked, made.flags}
+    assert card.workspace(7) is made
 
 
 def test_a_thread_enters_the_card_before_its_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
