@@ -17,6 +17,7 @@ from w4pack.convert.dialects.online import Online
 from w4pack.convert.dialects.online_reading import parse
 from w4pack.convert.dialects.recorded import changed
 from w4pack.convert.errors import Refused, SourceError, W4PackError, quantize_hint
+from w4pack.convert.files import counts
 from w4pack.convert.files.checkpoint import CONFIG, QUANT_CONFIGS, Checkpoint, open_checkpoint
 from w4pack.convert.files.described import COMPUTED, relabelled
 from w4pack.convert.files.jsonfile import read_object
@@ -169,6 +170,8 @@ def _check(
 ) -> Artifact:
     tensors = dict(checkpoint.tensors)
     problems: list[W4PackError] = list(_oddities(checkpoint))
+    problems += counts.layer_problems(checkpoint.config, tensors)
+    problems += counts.size_problems(checkpoint.config, [info.shape for info in tensors.values()])
     packed = packed_modules(tensors, quant)
     specs: dict[str, LinearSpec] = {}
     for module, found in packed.items():

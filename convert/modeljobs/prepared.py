@@ -13,6 +13,7 @@ from w4pack.convert.core.families import natural_key
 from w4pack.convert.core.scheme import QuantScheme
 from w4pack.convert.dialects.online import ACT_SITES
 from w4pack.convert.errors import SourceError, UsageError
+from w4pack.convert.files import counts
 from w4pack.convert.files.provider import CheckpointProvider, Provider
 from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.files.sidefiles import TOKENIZERS, has_tokenizer
@@ -257,6 +258,7 @@ def tokenizer_of(source: Source, hint: str | None = None) -> Any:
     """Load the source's own tokenizer. Raises SourceError, with a hint, where there is none."""
     from transformers import AutoTokenizer
 
+    counts.check_layers(source.config, source.checkpoint.tensors)  # the config is made too, for its class
     folder = folder_of(source.checkpoint)
     if folder is None or not has_tokenizer(folder):
         raise SourceError(

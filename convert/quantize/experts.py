@@ -10,7 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from w4pack.convert.errors import Refused
+from w4pack.convert.errors import Refused, SourceError
+from w4pack.convert.files.counts import OTHER_CONFIG
+from w4pack.convert.files.provider import Provider
 
 UNCALIBRATED = "`--quantize rtn` without `--rotate` runs nothing of the model"  # the way on from such a class
 PARAMETERS = {"gate_up_proj", "down_proj"}
@@ -53,11 +55,28 @@ class SplitExperts(nn.ModuleList):
         return made
 
 
-def split_fused(model: nn.Module) -> None:
+def most_experts(provider: Provider) -> int:
+    """Return how many experts a layer has at most, by names, or by headers where they are stacked."""
+    single: dict[str, set[str]] = {}
+    stacked = [0]
+    for name in provider.names():
+        layer, dot, rest = name.rpartition("experts.")
+        if dot and rest.partition(".")[0].isdigit():
+            single.setdefault(layer, set()).add(rest.partition(".")[0])
+        elif dot:
+            shape = provider.info(name).shape
+            stacked.append(shape[0] if shape and 0 not in shape else 0)
+    return max([*stacked, *map(len, single.values())])
+
+
+def split_fused(model: nn.Module, most: int) -> None:
     """Replace every fused set of experts of a model on ``meta`` by single linears.
+
+    most  experts of a layer that the files have: each gets modules of its own
 
     Raises:
         Refused: experts of a kind that is not known here.
+        SourceError: more of them than the files have.
     """
     for path, module in list(model.named_modules()):
         parameters = dict(module.named_parameters(recurse=False))
@@ -74,6 +93,15 @@ def split_fused(model: nn.Module) -> None:
                 hint=UNCALIBRATED,
             )
         count, double, hidden = parameters["gate_up_proj"].shape
+        if count > most:
+            raise SourceError(
+                "the config counts an expert that no file has",
+                code="experts-missing",
+                where=path,
+                expected=f"at most {most:,}",
+                found=f"{count:,}",
+                hint=OTHER_CONFIG,
+            )
         with torch.device("meta"):
             made = SplitExperts(count, hidden, double // 2, module.act_fn)
         parent, _, leaf = path.rpartition(".")

@@ -15,8 +15,9 @@ from torch import nn
 
 from w4pack.convert.core import families
 from w4pack.convert.errors import FROM_16_BIT, Refused, SourceError, W4PackError
+from w4pack.convert.files import counts
 from w4pack.convert.files.provider import Provider
-from w4pack.convert.quantize.experts import UNCALIBRATED, split_fused
+from w4pack.convert.quantize.experts import UNCALIBRATED, most_experts, split_fused
 
 QWEN = ("Qwen3MoeForCausalLM",)  # spells experts as the modules here are called
 FP32_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -220,38 +221,24 @@ def build(
     Raises:
         Refused: a class that transformers does not have, settings that it does not take, or layers that are
             not found.
-        SourceError: more layers than there are tensors.
+        SourceError: more layers or experts than the tensors have.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    counts.check_layers(config, list(provider.names()))
     values = {key: value for key, value in config.items() if key not in STALE}
     kind = values.pop("model_type", None)
     try:
         settings = AutoConfig.for_model(kind, **values)
-        _check_layers(settings, provider)
         model = _on_meta(AutoModelForCausalLM, settings, dtype)
     except W4PackError:
         raise
     except Exception as err:  # of settings that are not as they should be, classes raise every kind
         raise _unknown(kind, f"{type(err).__name__}: {err}") from err
     model.eval()
-    split_fused(model)
+    split_fused(model, most_experts(provider))
     path, layers = _decoder_layers(model, kind)
     return Skeleton(model, path, layers, _names(provider), provider, device, dtype)
-
-
-def _check_layers(settings: Any, provider: Provider) -> None:
-    """Raise SourceError for more layers than a file can hold: each takes time to build, on ``meta`` too."""
-    count, tensors = getattr(settings.get_text_config(), "num_hidden_layers", 0), len(list(provider.names()))
-    if isinstance(count, int) and count > tensors:
-        raise SourceError(
-            "the config counts more layers than there are tensors",
-            code="layers-missing",
-            where="config.json: num_hidden_layers",
-            expected=f"at most {tensors:,}",
-            found=f"{count:,}",
-            hint="config.json is of another model, or shards are missing: fetch the checkpoint again",
-        )
 
 
 def _on_meta(factory: Any, settings: Any, dtype: torch.dtype) -> Any:

@@ -4,16 +4,20 @@ transformers hands a keyword that it does not know to the model class, which rai
 reaches the quantizer. ``install`` wraps ``PreTrainedModel.from_pretrained``, where all of them pass: of a
 call that names one of ours and loads an artifact, ours go to the config of the quantizer that is made during
 the call. Every other call is handed on as it is: another model may have an argument of the same name.
+Of each, the path is kept during the call: transformers shows a quantizer the files once the model is built.
 """
 
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
 from w4pack.convert.errors import UsageError
+from w4pack.convert.files.checkpoint import CONFIG
 
 METHOD = "w4pack"
 SETTINGS = ("act_bits", "kv_bits", "check_hashes")  # as `w4pack.load` has them
@@ -22,6 +26,7 @@ INSTEAD = {  # of what else `w4pack.load` takes
     "threads": "w4pack.load(PATH, threads=N); transformers reads with its own",
 }
 
+_path: ContextVar[Any] = ContextVar("w4pack_path", default=None)
 _asked: ContextVar[dict[str, Any] | None] = ContextVar("w4pack_asked", default=None)
 
 
@@ -30,6 +35,13 @@ def take() -> dict[str, Any]:
     asked = _asked.get() or {}
     _asked.set(None)  # a model that is loaded inside has its own
     return asked
+
+
+def folder() -> Path | None:
+    """Return the folder that the ``from_pretrained`` that runs was given; None: an artifact of the Hub."""
+    path = _path.get()
+    found = Path(path) if isinstance(path, (str, os.PathLike)) else None
+    return found if found is not None and (found / CONFIG).is_file() else None
 
 
 def install() -> None:
@@ -42,21 +54,31 @@ def install() -> None:
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.keys() & {*SETTINGS, *INSTEAD} or not _loads_an_artifact(args, kwargs):
-            return original(cls, *args, **kwargs)
-        for name, hint in INSTEAD.items():
-            if name in kwargs:
-                raise UsageError(
-                    f"from_pretrained does not take `{name}`", code="argument", where=name, hint=hint
-                )
-        token = _asked.set({name: kwargs.pop(name) for name in SETTINGS if name in kwargs})
+        token = _path.set(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
         try:
-            return original(cls, *args, **kwargs)
+            return _with_settings(original, cls, args, kwargs)
         finally:
-            _asked.reset(token)
+            _path.reset(token)
 
     from_pretrained.takes_w4pack_settings = True  # type: ignore[attr-defined]
     return from_pretrained
+
+
+def _with_settings(
+    original: Callable[..., Any], cls: type[PreTrainedModel], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if not kwargs.keys() & {*SETTINGS, *INSTEAD} or not _loads_an_artifact(args, kwargs):
+        return original(cls, *args, **kwargs)
+    for name, hint in INSTEAD.items():
+        if name in kwargs:
+            raise UsageError(
+                f"from_pretrained does not take `{name}`", code="argument", where=name, hint=hint
+            )
+    token = _asked.set({name: kwargs.pop(name) for name in SETTINGS if name in kwargs})
+    try:
+        return original(cls, *args, **kwargs)
+    finally:
+        _asked.reset(token)
 
 
 def _loads_an_artifact(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

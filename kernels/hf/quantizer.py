@@ -81,6 +81,8 @@ class W4PackQuantizer(HfQuantizer):
     def update_attn_implementation(self, config: Any) -> Any:
         """Take note of the attention that was asked for: a model has one in any case."""
         self.attention = config._attn_implementation
+        if folder := asking.folder():
+            open_artifact(folder, online=True)  # a config of too many layers is refused before they are built
         return config
 
     update_tp_plan = update_attn_implementation  # where older versions of transformers hand over the config

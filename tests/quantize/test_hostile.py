@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from rotate import tiny
 
 from quantize import sources
@@ -188,6 +189,42 @@ def test_a_config_that_no_model_can_be_built_of_is_said(
     ):
         assert done.code in (1, 3) and "bug" not in done.error["what"], done.error
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "code", "expected"),
+    [
+        ("num_hidden_layers", 3, "layers-missing", "`model.layers.2`"),
+        ("num_local_experts", 5, "experts-missing", "at most 4"),
+        ("num_local_experts", 10**9, "experts-missing", "at most 4"),
+    ],
+)
+def test_what_no_header_has_is_refused_before_it_is_built(
+    key: str, value: int, code: str, expected: str, mixtral: Path, book: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(mixtral, tmp_path / "src")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, key: value}))
+    for done in (
+        quantize(source, tmp_path / "out", text=book),
+        run("eval", source, "--text", book, "--seqlen", 32, "--json"),
+    ):
+        error = done.expect(1).error
+        assert error["code"] == code and expected in error["expected"]
+        assert error["found"] == f"{value:,}"
+
+
+def test_layers_that_no_header_has_are_refused_before_a_tokenizer_lists_them(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To find its class, transformers makes the config, whose lists are as long as its count of layers."""
+    source = shutil.copytree(llama, tmp_path / "src")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**11}))
+    monkeypatch.setattr(transformers, "AutoTokenizer", None)
+    with open_checkpoint(LocalStore(source)) as checkpoint, pytest.raises(SourceError) as caught:
+        tokenizer_of(read_source(checkpoint, DetectOptions()))
+    assert caught.value.code == "layers-missing"
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])

@@ -14,14 +14,14 @@ pytest.importorskip("transformers")
 
 from artifacts import relabel  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, MixtralForCausalLM  # noqa: E402
 
 import w4pack  # noqa: E402
 from runtime import models  # noqa: E402
 from w4pack.convert import convert  # noqa: E402
 from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError  # noqa: E402
 from w4pack.kernels import transfer  # noqa: E402
-from w4pack.kernels.hf import quantizer  # noqa: E402
+from w4pack.kernels.hf import load, quantizer  # noqa: E402
 
 DENSE, EXPERTS = "gptqmodel-w4g32-asym-desc-qwen2", "gptqmodel-w4g32-sym-desc-mixtral"
 Q = "model.layers.0.self_attn.q_proj"
@@ -174,6 +174,44 @@ def test_a_model_without_a_place_for_a_layer_is_refused(made: dict[str, Path], t
         assert "model.layers.1." in str(error)
     for error in both(wider):
         assert "mlp" in str(error) and "256" in str(error)
+
+
+@pytest.mark.pair
+@pytest.mark.parametrize(
+    ("key", "value", "code", "expected"),
+    [
+        ("num_hidden_layers", 2, "layers-missing", "at most 1: there is no tensor of `model.layers.1`"),
+        ("vocab_size", 321, "config-size", "at most 320, the longest side of a tensor"),
+        ("hidden_size", 10**9, "config-size", "at most 320, the longest side of a tensor"),
+        ("num_local_experts", 10**9, "config-size", "at most 320, the longest side of a tensor"),
+    ],
+)
+def test_what_no_header_has_is_refused_before_a_model_is_made(
+    key: str,
+    value: int,
+    code: str,
+    expected: str,
+    made: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = configured(made[EXPERTS], tmp_path / "edited", lambda c: c.update({key: value}))
+    monkeypatch.setattr(MixtralForCausalLM, "__init__", None)
+    for error in both(folder):
+        assert (type(error), error.code, error.expected) == (SourceError, code, expected)
+        assert (error.where, error.found) == (f"config.json: {key}", f"{value:,}")
+
+
+def test_layers_that_no_header_has_are_refused_before_a_config_lists_them(
+    made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = configured(
+        made[DENSE], tmp_path / "edited", lambda c: c.update(num_hidden_layers=10**11, layer_types=None)
+    )
+    monkeypatch.setattr(load, "AutoConfig", None)
+    with pytest.raises(SourceError) as caught:
+        w4pack.load(folder)
+    assert caught.value.code == "layers-missing"
 
 
 def test_a_config_that_is_no_language_model_is_refused(made: dict[str, Path], tmp_path: Path) -> None:
