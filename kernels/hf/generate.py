@@ -5,6 +5,7 @@ Imports nothing heavy when loaded, so that a missing extra is said in words.
 
 import sys
 from collections.abc import Sequence
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from w4pack.convert.console import Given, print_json, question_reporter
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 STOP, LENGTH, CONTEXT = "stop", "length", "context"  # why an answer ended
+DECORATORS = ("torch.utils._contextlib",)  # `no_grad`, which `generate` itself runs in
 NEEDS = ("running a model", ("torch", "transformers"), "gpu")  # what, packages, the extra that brings them
 
 
@@ -169,14 +171,23 @@ def _run(speaker: Speaker, ids: "Tensor", stream: "Stream") -> None:
             **one,
         )
     except (ValueError, TypeError, ImportError) as error:
-        if stream.count:
-            raise  # no setting: those are looked at before the first token
+        if stream.count or not _of_transformers(error):
+            raise  # no setting: those are taken by transformers' own code, before the first token
         raise UsageError(
             "transformers cannot generate with the model's settings",
             where="generation_config.json",
             found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
             hint="change the setting it names, or remove the file",
         ) from error
+
+
+def _of_transformers(error: Exception) -> bool:
+    """Tell whether an error comes out of transformers' own code, with none of ours or torch's below it: a
+    module that runs is called by torch's.
+    """
+    _, *below = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    packages = {name.partition(".")[0] for name in below if name not in DECORATORS}
+    return "transformers" in packages and not packages & {"w4pack", "torch"}
 
 
 def _ends(model: "PreTrainedModel") -> list[int]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import operator
 import os
 import shutil
 import signal
@@ -18,6 +19,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from click.testing import CliRunner, Result  # noqa: E402
+from transformers import GenerationMixin  # noqa: E402
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model  # noqa: E402
 
 import builders  # noqa: E402
 import w4pack as package  # noqa: E402
@@ -27,6 +30,7 @@ from w4pack import cli  # noqa: E402
 from w4pack.convert import convert, errors  # noqa: E402
 from w4pack.convert.errors import UsageError, W4PackError  # noqa: E402
 from w4pack.kernels.hf import generate, streams  # noqa: E402
+from w4pack.kernels.modules import PackedLinear  # noqa: E402
 
 if TYPE_CHECKING:
     from conftest import Runner
@@ -163,6 +167,7 @@ def test_wrong_uses_are_told(out: Path, chatty: Path, demo: Path, tmp_path: Path
         ({"repetition_penalty": -1.0}, "penalty"),
         ({"eos_token_id": "abc"}, "TypeError"),
         ({"cache_implementation": "quantized"}, "Error"),
+        ({"exponential_decay_length_penalty": ["a", 1.0]}, "TypeError"),
     ],
 )
 def test_settings_that_transformers_cannot_take_are_told(
@@ -173,6 +178,43 @@ def test_settings_that_transformers_cannot_take_are_told(
     (folder / "generation_config.json").write_text(json.dumps(settings))
     result = run(folder, "hello", "--device", "cpu", "--max-new-tokens", "2")
     assert result.exit_code == 2 and "generation_config.json" in result.stderr and named in result.stderr
+
+
+def raising(name: str, error: type[Exception]) -> Any:
+    """A function of the module of a name that raises an error."""
+    module = {"__name__": name, "error": error}
+    exec("def raising(*args, **kwargs):\n    raise error('it broke')", module)
+    return module["raising"]
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, ImportError])
+@pytest.mark.parametrize(
+    ("place", "name", "module"),
+    [
+        (torch.nn.Embedding, "forward", "torch.nn.modules.sparse"),
+        (Qwen2Model, "forward", "transformers.models.qwen2.modeling_qwen2"),
+        (PackedLinear, "forward", "w4pack.kernels.modules"),
+        (streams.FiniteScores, "__call__", "w4pack.kernels.hf.streams"),
+        (streams.Stream, "put", "w4pack.kernels.hf.streams"),
+        (torch, "ones_like", "torch.broken"),
+        (GenerationMixin, "_prepare_cache_for_generation", "w4pack.kernels.hf.kv_adopt"),
+    ],
+)
+def test_an_error_that_is_no_setting_s_is_not_told_as_one(
+    place: Any, name: str, module: str, error: type[Exception], out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, name, raising(module, error))
+    result = run(out, "hello", "--device", "cpu", "--max-new-tokens", "2")
+    assert result.exit_code == 1 and "generation_config.json" not in result.stderr
+    assert f"{error.__name__}: it broke" in result.stderr
+
+
+def test_an_error_of_the_call_itself_is_not_told_as_a_setting_s(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "ones_like", operator.index)  # fails without a frame of its own
+    result = run(out, "hello", "--device", "cpu", "--max-new-tokens", "2")
+    assert result.exit_code == 1 and "TypeError: only integer tensors" in result.stderr
 
 
 def test_a_temperature_that_nothing_can_be_drawn_by_is_told(out: Path) -> None:
