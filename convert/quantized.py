@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from w4pack.convert.core.facts import ModelFacts, Warning_
 from w4pack.convert.errors import UsageError, require_extra
+from w4pack.convert.jobs.places import check_asked, check_standing
 from w4pack.convert.jobs.running import CardMaker, OnPlan, Report, Running, check_limit
 from w4pack.convert.planning.options import ConvertOptions
 from w4pack.convert.planning.plan import Plan
@@ -112,6 +113,7 @@ def quantize(
     """Quantize a source; see ``jobs.quantized.quantize_model``."""
     check_limit(running.max_kl)
     _require_after_the_rest(source, out, options, origin, running)
+    check_standing(source.checkpoint, out, running)
     from w4pack.convert.hub.fill import card_of
     from w4pack.convert.modeljobs.follow import follow
     from w4pack.convert.modeljobs.prepared import prepare
@@ -143,7 +145,6 @@ def _read_calibration(options: ConvertOptions) -> None:
 
 def _checked_texts(options: ConvertOptions, out: Path, running: Running) -> tuple[list[str], str] | None:
     """Return ``_texts``. Raises Refused for ``--resume`` with other options, before anything is computed."""
-    from w4pack.convert.jobs.places import check_asked
     from w4pack.convert.planning.unquantized import as_recorded
 
     found = _texts(options)
@@ -225,6 +226,7 @@ def plan_only(
     missing = missing_extras("quantizing")
     if missing is not None:
         return _plan_ahead(source, out, options, origin, running, missing)
+    check_standing(source.checkpoint, out, running)
     from w4pack.convert.modeljobs.prepared import prepare
     from w4pack.convert.modeljobs.quantized import plan_quantized
 

@@ -1,10 +1,11 @@
 """Whether OUT is already the published result of a plan, and of the source as it is now."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from w4pack import __version__
 from w4pack.convert.errors import Refused, SourceError, VerifyError
 from w4pack.convert.files.checkpoint import Checkpoint, open_checkpoint
 from w4pack.convert.files.local import LocalStore
@@ -12,7 +13,7 @@ from w4pack.convert.jobs import manifest, sidefiles
 from w4pack.convert.jobs.compare import Failure, compare_files
 from w4pack.convert.jobs.staging import Staging
 from w4pack.convert.jobs.verify import compare_output, refuse_damaged
-from w4pack.convert.planning.plan import Plan
+from w4pack.convert.planning.plan import Plan, SourceFile
 from w4pack.convert.planning.record import to_plain
 from w4pack.convert.source.detect import Source
 
@@ -37,14 +38,26 @@ def refuse_other_source(out: Path, plan: Plan) -> None:
     Seen from names, sizes, headers, samples of values and the content of small files; see ``finished_before``
     for all values.
     """
+    value = of_command(out, plan.target, plan.options, plan.origin)
+    if value is not None:
+        refuse_other_files(value, plan.files)
+
+
+def of_command(
+    out: Path, target: str, options: Mapping[str, Any], origin: Mapping[str, str] | None
+) -> dict[str, Any] | None:
+    """Return the manifest of OUT if it is the published result of this command, else None; see ``Plan``."""
     value = published(out)
     if value is None:
-        return
-    asked = (plan.version, plan.target, to_plain(plan.options), to_plain(plan.origin))
-    source = value["source"]
-    if (value["tool"].get("version"), value["target"], value["options"], source.get("origin")) != asked:
-        return
-    old, new = _identities(source.get("files")), {f.name: (f.size, f.header, f.sample) for f in plan.files}
+        return None
+    made = (value["tool"].get("version"), value["target"], value["options"], value["source"].get("origin"))
+    return value if made == (__version__, target, to_plain(options), to_plain(origin)) else None
+
+
+def refuse_other_files(value: Mapping[str, Any], files: Iterable[SourceFile]) -> None:
+    """Raise Refused if the manifest ``value`` is of other source files. See ``refuse_other_source``."""
+    old = _identities(value["source"].get("files"))
+    new: dict[Any, tuple[Any, Any, Any]] = {f.name: (f.size, f.header, f.sample) for f in files}
     for name in (*new, *old):
         if old.get(name) != new.get(name):
             sides = [_shown(files.get(name)) for files in (old, new)]

@@ -31,6 +31,13 @@ def check_place(source: Checkpoint, out: Path, running: Running) -> None:
         Staging(out).check(overwrite=running.overwrite, resume=False)
 
 
+def check_standing(source: Checkpoint, out: Path, running: Running) -> None:
+    """As ``check_place``, but whatever other process is at work: each of a team may ask, before it begins."""
+    _check_apart(source, out)
+    if not running.resume:
+        Staging(out).check_standing(overwrite=running.overwrite, resume=False)
+
+
 def _check_apart(source: Checkpoint, out: Path) -> None:
     folder = folder_of(source)
     if folder is not None:

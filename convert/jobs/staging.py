@@ -57,6 +57,11 @@ class Staging:
             with writing(self.root):
                 self._take_lock()
             self.close()
+        self.check_standing(overwrite=overwrite, resume=resume)
+
+    def check_standing(self, *, overwrite: bool, resume: bool) -> None:
+        """Raise what ``check`` does, but for another process at work. Takes no lock: a whole team may ask."""
+        found = self._is_there()
         self._check_free(self.standing, overwrite or self._was_published(found, resume))
         self._keep_unfinished(overwrite=overwrite, resume=resume)
 

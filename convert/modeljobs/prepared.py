@@ -18,11 +18,12 @@ from w4pack.convert.files.provider import CheckpointProvider, Provider
 from w4pack.convert.files.readahead import ReadAhead
 from w4pack.convert.files.sidefiles import TOKENIZERS, has_tokenizer
 from w4pack.convert.files.tensorfile import TensorInfo
-from w4pack.convert.jobs.complete import finished_plan, published
+from w4pack.convert.jobs.complete import finished_plan, of_command, refuse_other_files
 from w4pack.convert.jobs.identity import folder_of, source_files
 from w4pack.convert.jobs.places import decided_before
 from w4pack.convert.jobs.running import Running, check_device
 from w4pack.convert.jobs.samejob import identity
+from w4pack.convert.jobs.staging import Staging
 from w4pack.convert.modeljobs.complete import refuse_incomplete
 from w4pack.convert.modeljobs.decided import chosen_before
 from w4pack.convert.modeljobs.mixed import Chosen, choose, recorded
@@ -179,14 +180,19 @@ def _calibration(
 def _chosen(
     prepared: Prepared, options: ConvertOptions, bpw: float, out: Path | None, running: Running
 ) -> dict[str, Chosen]:
-    """Choose a scheme for each linear that no rule gives bits to, unless the run that is resumed has."""
+    """Choose a scheme for each linear that no rule gives bits to, unless the run that is resumed has.
+
+    Measuring takes a while: an OUT that a resumed run cannot replace is refused before.
+    """
     free, fixed = default_schemes(prepared.model, options), fixed_schemes(prepared.model, options)
     if out is not None:
         own = prepared.options
         job = identity(own.to, own.chosen(), prepared.files, prepared.record())
         found = chosen_before(decided_before(out, job, running), free)
         if found is None and running.resume:
-            found = _chosen_and_done(prepared, free, out)
+            found = _chosen_and_done(prepared, free, out, running)
+            if found is None:
+                Staging(out).check_standing(overwrite=running.overwrite, resume=True)
         if found is not None:
             running.reporter.event("note", text="--bpw: as the earlier run chose")
             return found
@@ -194,17 +200,20 @@ def _chosen(
 
 
 def _chosen_and_done(
-    prepared: Prepared, free: Mapping[str, QuantScheme], out: Path
+    prepared: Prepared, free: Mapping[str, QuantScheme], out: Path, running: Running
 ) -> dict[str, Chosen] | None:
     """Return the schemes of an OUT that is complete: the plan that is made with them is the one of its own.
 
-    Where it is another source's, or of other options, the plan is another one too.
+    Raises Refused where it is of the same command, but of another source.
     """
-    value = published(out)
+    own = prepared.options
+    value = of_command(out, own.to, own.chosen(), prepared.origin)
     found = None if value is None else recorded(value, free)
-    if found is None or finished_plan(out, plan_of(replace(prepared, chosen=found))[0]) is None:
-        return None
-    return found
+    if found is not None and finished_plan(out, plan_of(replace(prepared, chosen=found))[0]) is not None:
+        return found
+    if value is not None and not running.overwrite:
+        refuse_other_files(value, prepared.files)
+    return None
 
 
 def plan_of(prepared: Prepared) -> tuple[Plan, tuple[Warning_, ...]]:

@@ -150,8 +150,33 @@ def test_schemes_of_another_run_are_not_taken_from_its_output(
         else:
             next(iter(value["layers"].values()))["scheme"] = "4 bit g128 sym"
         path.write_text(json.dumps(value))
-    convert(source, out, *words, "--resume")
+    before = tree(out)
+    for dry in ((), ("--dry-run",)):
+        error = convert(source, out, *words, "--resume", *dry).error
+        assert error["code"] == ("resume-differs" if case == "source" else "output-exists")
+    assert not calls and tree(out) == before
+    convert(source, out, *words, "--resume", "--overwrite").expect(0)
     assert calls["choose"] == 1
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--dry-run",), ("--resume",), ("--resume", "--dry-run"), ("--overwrite",)]
+)
+def test_a_folder_that_is_not_replaced_is_refused_before_schemes_are_chosen(
+    options: tuple[str, ...], source: Path, tmp_path: Path, calls: Counter[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes.txt").write_text("mine")
+    assert convert(source, tmp_path / "out", *RTN, *options).expect(1).error["code"] == "output-exists"
+    assert not calls
+
+
+def test_an_unfinished_run_is_not_thrown_away_after_schemes_were_chosen(
+    left: tuple[Path, dict[str, str]], source: Path, tmp_path: Path, calls: Counter[str]
+) -> None:
+    shutil.copytree(left[0], tmp_path / "out.w4pack-staging")
+    assert convert(source, tmp_path / "out", *RTN).expect(1).error["code"] == "unfinished"
+    assert not calls
 
 
 def bent(line: str, change: Callable[[Any], Any]) -> str:
