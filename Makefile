@@ -57,7 +57,7 @@ docs: .venv/stamp ## write the generated pages of docs/reference
 	.venv/bin/python docs/generate.py
 
 dist: .venv/stamp ## wheel and sdist in dist/
-	rm -rf dist build/lib build/bdist.*
+	rm -rf dist
 	.venv/bin/python -m build --quiet
 
 bench: .venv/stamp ## conversion speed against cp and sha256, as ratios

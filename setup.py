@@ -3,6 +3,7 @@
 See docs/decisions/0001-packaging.md. Everything else stands in pyproject.toml.
 """
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
@@ -33,6 +34,9 @@ class BuildPy(build_py):
 
     def run(self) -> None:
         """Build, and in editable mode lay the links."""
+        # Whatever lies in build/lib is packed: of an earlier build also modules that were deleted since.
+        if not self.editable_mode:
+            remove(Path(self.build_lib, "w4pack"))
         super().run()
         if self.editable_mode:
             link_dev_tree(ROOT)
@@ -45,6 +49,17 @@ class BdistWheel(bdist_wheel):
         """Return the tag of the file name."""
         has_cubins = any((ROOT / "kernels" / "cubins").rglob("*.cubin"))
         return ("py3", "none", "manylinux_2_17_x86_64" if has_cubins else "any")
+
+    def run(self) -> None:
+        """Pack, in a folder without what a build that was interrupted has left there."""
+        remove(Path(self.bdist_dir))
+        super().run()
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder if it is there. Raises OSError if it stays."""
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def link_dev_tree(root: Path) -> None:

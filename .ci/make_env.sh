@@ -77,7 +77,6 @@ case "$1" in
     base)
         new_venv "$2"
         have_setuptools "$2/bin/python"
-        rm -rf "$root/build/lib" "$root"/build/bdist.* # else modules that were deleted since come along
         "$2/bin/python" -m pip install --quiet --no-build-isolation "$root"
         ;;
     test)

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from collections.abc import Callable, Mapping
@@ -14,8 +15,14 @@ import pytest
 LEFT_OUT = shutil.ignore_patterns(
     ".*", "build", "dist", "*.egg-info", "__pycache__", "data", "benchmarks", "*.w4pack-staging"
 )
-# What must not be packed: a tool's file at the root, a folder with a similar name, a loose table.
-STRAYS = ("noxfile.py", "conftest.py", "converted/model.py", "kernels_old/x.py", "stray.json")
+# What must not be packed: a tool's file at the root, a folder with a similar name, a loose table; modules
+# that an earlier build has left, and one that was interrupted.
+STRAYS = (
+    *("noxfile.py", "conftest.py", "converted/model.py", "kernels_old/x.py", "stray.json"),
+    "build/lib/w4pack/convert/deleted.py",
+    "build/lib/w4pack/deleted/__init__.py",
+    f"build/bdist.{sysconfig.get_platform()}/wheel/w4pack/deleted.py",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ def built(repo: Path, command: Command, tmp_path_factory: pytest.TempPathFactory
     checkout = base / "checkout"
     shutil.copytree(repo, checkout, ignore=LEFT_OUT)
     for stray in STRAYS:
-        (checkout / stray).parent.mkdir(exist_ok=True)
+        (checkout / stray).parent.mkdir(parents=True, exist_ok=True)
         (checkout / stray).write_text("raise SystemExit('a stray was packed')\n", encoding="utf-8")
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir")
     command(*build, base / "wheel", "--wheel", checkout, cwd=base)
