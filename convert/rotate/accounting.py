@@ -130,7 +130,7 @@ def _complete(
             expected="a whole number",
             found=repr(count)[:40],
         )
-    if set(by_layer) != set(range(count)):
+    if len(by_layer) != count or set(by_layer) != set(range(count)):
         raise SourceError(
             "the layers are not those that the config counts",
             code="layer-count",
@@ -172,8 +172,11 @@ def _form(forms: Sequence[Block], config: Mapping[str, Any], prefix: str, names:
 
 
 def _with_experts(block: Block, config: Mapping[str, Any], names: set[str]) -> Block:
-    """Write out the experts that a block's patterns stand for: as many as the config says."""
+    """Write out the experts that a block's patterns stand for: as many as the config says, or up to the first
+    that must be missing among so few names.
+    """
     count = next((config[key] for key in EXPERT_COUNTS if isinstance(config.get(key), int)), 0)
+    count = min(count, len(names) + 1)
 
     def expanded(modules: Iterable[str]) -> tuple[str, ...]:
         return tuple(

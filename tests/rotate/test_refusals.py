@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,25 @@ def test_a_missing_layer(folders: dict[str, Path], tmp_path: Path) -> None:
 
     error = refused(edited(folders, "llama", tmp_path / "src", edit))
     assert (error.code, error.found) == ("layer-count", "1 layers, up to 1")
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "where"),
+    [
+        ("num_hidden_layers", "layer-count", "model.layers"),
+        ("num_local_experts", "missing-tensor", "model.layers.0.block_sparse_moe.experts.4.w1.weight"),
+    ],
+)
+def test_counts_that_no_file_has_cost_no_memory(
+    key: str, code: str, where: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = edited(folders, "mixtral", tmp_path / "src", lambda tensors, config: config.update({key: 10**6}))
+    tracemalloc.start()
+    error = refused(folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (error.code, error.where) == (code, where)
+    assert peak < 10 << 20, "bytes; a name or number for each of a million has 30 MB and more"
 
 
 @pytest.mark.parametrize(
