@@ -65,9 +65,10 @@ def _missing_layer(key: str, claimed: object, names: Collection[str]) -> Iterato
     lists: dict[str, set[int]] = {}
     for name in names:
         path, number = _numbered(name)
-        lists.setdefault(path, set()).add(number)
+        if number is not None:
+            lists.setdefault(path, set()).add(number)
     firsts = {path: next(n for n in count() if n not in found) for path, found in lists.items()}
-    path = max(firsts, key=lambda path: firsts[path], default="")
+    path = max(firsts, key=lambda path: firsts[path], default="layers.")
     there = firsts.get(path, 0)
     if claimed > there:
         yield SourceError(
@@ -75,18 +76,18 @@ def _missing_layer(key: str, claimed: object, names: Collection[str]) -> Iterato
             code="layers-missing",
             where=f"config.json: {key}",
             expected=f"at most {there:,}: there is no tensor of `{path}{there}`",
-            found=f"{claimed:,}",
+            found=f"{claimed:,}"[:80],
             hint=OTHER_CONFIG,
         )
 
 
-def _numbered(name: str) -> tuple[str, int]:
-    """Return the list that a tensor is of, and its number there: ``model.layers.`` and 3. -1: of no list."""
+def _numbered(name: str) -> tuple[str, int | None]:
+    """Return the list that a tensor is of, and its number there: ``model.layers.``, 3; None: of no list."""
     parts = name.split(".")
     for place, part in enumerate(parts):
         if part.isascii() and part.isdigit() and len(part) < MAX_DIGITS:
             return "".join(f"{before}." for before in parts[:place]), int(part)
-    return "", -1
+    return "", None
 
 
 def _too_large(key: str, claimed: object, most: int, what: str) -> Iterator[SourceError]:
@@ -96,6 +97,6 @@ def _too_large(key: str, claimed: object, most: int, what: str) -> Iterator[Sour
             code="config-size",
             where=f"config.json: {key}",
             expected=f"at most {most:,}, {what}",
-            found=f"{claimed:,}",
+            found=f"{claimed:,}"[:80],
             hint=OTHER_CONFIG,
         )

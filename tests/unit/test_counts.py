@@ -33,6 +33,12 @@ def test_claims_that_the_files_may_hold_are_none_of_ours(config: dict[str, Any])
     assert not [*layer_problems(config, SHAPES), *size_problems(config, SHAPES.values())]
 
 
+def test_claims_of_many_digits_and_files_without_layers_are_told_in_few_words() -> None:
+    (problem,) = layer_problems({"num_hidden_layers": 10**4000}, {"head.weight": (2, 2)})
+    assert problem.expected == "at most 0: there is no tensor of `layers.0`"
+    assert len(str(problem.found)) == 80
+
+
 @pytest.mark.parametrize(
     ("config", "where", "expected"),
     [
