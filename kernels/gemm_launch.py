@@ -44,7 +44,8 @@ def run_gemm(
         return
     zeros, bits = packed.zeros, packed.bits
     card = launch.device(index)
-    choice = chosen or tiles.choose(launch.table_arch(card.arch), card.multiprocessors, m, n, k, bits)
+    table = launch.table_arch(card.arch)
+    choice = chosen or tiles.choose(table, card.multiprocessors, card.shared, m, n, k, bits)
     tile = choice.tile
     stream = current_stream(index)
     space = card.workspace(stream)

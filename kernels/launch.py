@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CUBINS = Path(__file__).resolve().parent / "cubins"
+MUCH_SHARED = 16 << 10  # bytes of a block from which a kernel is taken to have no use for the L1
 CUDA_CORE = ("running on a GPU", ("cuda-core",), "gpu")
 SPARE_WORKSPACES = 1  # made with the first one: a stream met during a graph capture cannot allocate
 # (32 MB each on 132 multiprocessors: loading may need 64 MiB beside the tensors; later ones are the driver's)
@@ -62,12 +63,16 @@ class Workspace:
 
 @dataclass(slots=True)
 class Device:
-    """One card: its cubins' architecture, loaded kernels, stream objects and workspaces."""
+    """One card: its cubins' architecture, loaded kernels, stream objects and workspaces.
+
+    ``shared``: bytes of shared memory that a block may have.
+    """
 
     index: int
     core: Any
     arch: str
     multiprocessors: int
+    shared: int
     kernels: dict[tuple[str, int], Any] = field(default_factory=dict)
     streams: dict[int, Any] = field(default_factory=dict)
     workspaces: dict[int, Workspace] = field(default_factory=dict)
@@ -137,10 +142,11 @@ def _make_device(index: int) -> Device:
     capability = torch.cuda.get_device_capability(index)
     arch = supported_arch(capability, f"cuda:{index}")
     core = _core().Device(index)
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)
     with torch.cuda.device(index):
         core.set_current()
-        found = Device(index, core, arch, properties.multi_processor_count)
+        room = properties.shared_memory_per_block_optin
+        found = Device(index, core, arch, properties.multi_processor_count, room)
         found.spare = [_make_workspace(found) for _ in range(1 + SPARE_WORKSPACES)]
     return found
 
@@ -201,22 +207,33 @@ def _load(card: Device, entry: str, shared: int) -> Any:
     code = _core().ObjectCode
     module = code.from_ptx(path.read_bytes()) if suffix == "ptx" else code.from_cubin(path.read_bytes())
     kernel = module.get_kernel(entry)
-    if shared:  # what a kernel declares itself counts too: less than 48 KiB may pass the default
-        _allow_shared(kernel, shared, card.index)
+    _share_memory(kernel, shared, card.index)
     return kernel
 
 
-def _allow_shared(kernel: Any, shared: int, index: int) -> None:
+def _share_memory(kernel: Any, shared: int, index: int) -> None:
+    """Let a kernel have ``shared`` bytes beside those that it declares, and say how memory is to be parted.
+
+    A multiprocessor parts its memory anew only when it is empty. Where a kernel has left the rest to the L1,
+    blocks of the next one, which could wait beside its own, come when it has ended, and several to one
+    multiprocessor. Kernels that read by way of the L1 have little shared memory, and keep it.
+    """
     from cuda.bindings import driver
 
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    handle = driver.CUkernel(int(kernel.handle))
-    (status,) = driver.cuKernelSetAttribute(attribute, shared, handle, driver.CUdevice(index))
-    if status != driver.CUresult.CUDA_SUCCESS:
+    success, names = driver.CUresult.CUDA_SUCCESS, driver.CUfunction_attribute
+    where = driver.CUkernel(int(kernel.handle)), driver.CUdevice(index)
+    status, declared = driver.cuKernelGetAttribute(names.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, *where)
+    if status == success and shared:  # declared bytes count too: less than 48 KiB may pass the default
+        most = names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(most, shared, *where)
+    if status == success and shared + declared >= MUCH_SHARED:
+        carveout = names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        (status,) = driver.cuKernelSetAttribute(carveout, 100, *where)
+    if status != success:
         raise UsageError(
-            "the card has less shared memory than the kernel needs",
+            "the card does not have the shared memory that the kernel needs",
             where=f"cuda:{index}",
-            found=f"{shared} bytes asked for",
+            found=f"{shared} bytes asked for: {status.name}",
         )
 
 

@@ -27,7 +27,7 @@ SUMS_PER_MULTIPROCESSOR = 192 * 1024  # bytes
 MARKED_PER_MULTIPROCESSOR = 48 * 1024  # bytes: 192 columns of 64 tokens, the largest tile that gains by marks
 BLOCKS_PER_MULTIPROCESSOR = 8
 FLAGS_PER_MULTIPROCESSOR = 16  # one a block, or one a warp where blocks share sums out
-COLLECTED, SHARED_OUT, SHARED_EVENLY, MARKED_EVENLY, MARKED = range(5)  # Tile.sharing
+COLLECTED, SHARED_OUT, SHARED_EVENLY, MARKED_EVENLY, MARKED_COLLECTED = range(5)  # Tile.sharing
 ONE_GROUP = 31  # a shift that sends every row of K to group 0
 HERE = Path(__file__).resolve().parent
 
@@ -110,7 +110,7 @@ class Tile:
     @property
     def marked(self) -> bool:
         """Whether what is handed over lies in places that are marked between launches."""
-        return self.sharing in (MARKED_EVENLY, MARKED)
+        return self.sharing in (MARKED_EVENLY, MARKED_COLLECTED)
 
     @property
     def shared_how(self) -> tuple[str, ...]:
@@ -185,13 +185,20 @@ def _exceptions(arch: str, bits: int) -> dict[tuple[int, int], tuple[Row, ...]]:
     return out
 
 
-def choose(arch: str, multiprocessors: int, m: int, n: int, k: int, bits: int) -> Launch:
+def choose(arch: str, multiprocessors: int, shared: int, m: int, n: int, k: int, bits: int) -> Launch:
     """Return the tile and grid for a product; the same for every dtype, group size and kind of zero.
 
-    The last lines of every table have no limit and a unit of 64, so that every product finds one.
+    ``shared`` is what a block may have on the card, in bytes: cards of one architecture differ. The last
+    lines of every table have no limit, a unit of 64, and fit all of them, so that every product finds one.
     """
     rows = (*_exceptions(arch, bits).get((n, k), ()), *_classes(arch, bits))
-    row = next(row for row in rows if row.fits(m, n, k) and can_cut(row.tile, multiprocessors, m, n, k))
+    row = next(
+        row
+        for row in rows
+        if row.fits(m, n, k)
+        and row.tile.shared_bytes(bits, zeros=True) <= shared
+        and can_cut(row.tile, multiprocessors, m, n, k)
+    )
     return Launch(row.tile, grid(row.tile, multiprocessors, m, n, k, row.splits))
 
 

@@ -90,9 +90,9 @@ DEVICE float over(float a, float divisor, float reciprocal) {
   return fmaf(fmaf(-divisor, quotient, a), reciprocal, quotient);
 }
 
-// 1 / a of a normal a, for the same reason.
+// 1 / a of a normal a with a normal reciprocal, for the same reason.
 DEVICE float reciprocal(float a) {
-  const float r = ptx::reciprocal_approximate(a);
+  const float r = ptx::reciprocal_or_zero(a);
   return fmaf(fmaf(-a, r, 1.0f), r, r);
 }
 
@@ -190,15 +190,20 @@ DEVICE void write_block(u8 *to, const float (&v)[2][8], const RowScale &scale, c
   }
 }
 
-// Calls `body.template write<MODE>()` for the mode of a launch: the loops of a row are made once for each mode.
+// Calls `body.template write<MODE>()` for the mode of a launch: the loops of a row are made once for each mode. Asked for one
+// after the other, the usual one first: of a switch a table of branches is made, which every row would wait for.
 template <class Body> DEVICE void for_mode(const Quantizer &q, const Body &body) {
-  switch (mode_of(q)) {
-  case NATURAL: body.template write<NATURAL>(); break;
-  case P32: body.template write<P32>(); break;
-  case S64: body.template write<S64>(); break;
-  case Q32: body.template write<Q32>(); break;
-  default: body.template write<WIDE>();
-  }
+  const u32 mode = mode_of(q);
+  if (ptx::opaque(mode) == P32)
+    body.template write<P32>();
+  else if (ptx::opaque(mode) == S64)
+    body.template write<S64>();
+  else if (ptx::opaque(mode) == Q32)
+    body.template write<Q32>();
+  else if (ptx::opaque(mode) == WIDE)
+    body.template write<WIDE>();
+  else
+    body.template write<NATURAL>();
 }
 
 }  // namespace hadamard

@@ -9,8 +9,8 @@
 //    bits of a column are taken by shuffles: lane bits 1 to 3 are the block that a value came from.
 //  3 The largest value of every warp goes to all blocks; codes.
 //
-// Blocks meet before their first word of x only: what is sent is counted by a barrier where it arrives. Meeting again
-// would cost a fence of all memory each time.
+// Blocks say that their barriers are there before their first word of x, and look whether all have before they send: what is
+// sent is counted by a barrier where it arrives. Meeting in one place would cost a fence of all memory each time.
 //
 // Requires: m <= MP, C = 8 * SLICE, activation other than a norm, rows 16-byte aligned. Grid: 8 * rows.
 // Tested by tests/gpu/test_hadamard.py; where values go by tests/kernels/test_hadamard_cluster.py.
@@ -28,6 +28,8 @@ template <int ACT_, u32 MP_, u32 LOG_SLICE_> struct Config {
   static constexpr u32 MP = MP_, SLICE = 1 << LOG_SLICE_, C = BLOCKS * SLICE, KT = MP / 16;
   static constexpr u32 NT = SLICE / 16, PITCH = SLICE + 8, OCTETS = SLICE / 8;
   static constexpr u32 LOADS = MP * OCTETS / THREADS;  // octets of a thread
+  static constexpr u32 FRAGMENTS = KT * KT * 32;
+  static_assert(FRAGMENTS <= THREADS, "a fragment a thread");
   static_assert(MP % 16 == 0 && 2 * KT <= WARPS && MP * NT <= THREADS, "a task a warp, a group a thread");
   static_assert(MP * OCTETS % THREADS == 0 && (NT == 4 || NT == 8), "bits 3, 5 and perhaps 6 are the n-tile's");
 };
@@ -181,7 +183,7 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 2)
   __shared__ __align__(16) float exchange[T::MP * T::PITCH], gathered[16 * THREADS];
   __shared__ float most[BLOCKS * WARPS];
   __shared__ u64 barriers[2];  // of what comes to `gathered`, to `most`
-  __shared__ uint4 fragments[T::KT * T::KT * 32];
+  __shared__ uint4 fragments[T::FRAGMENTS];
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % BLOCKS, row = blockIdx.x / BLOCKS;
   const u32 pairs = m * T::NT / 2, each = (pairs + BLOCKS - 1) / BLOCKS;
   const Slice<T> slice{ptx::shared_address(in), ptx::shared_address(exchange), ptx::shared_address(gathered), m, rank, each};
@@ -195,8 +197,8 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 2)
     ptx::barrier_arrive_expect(values_come, own * 16 * 64);
     ptx::barrier_arrive_expect(largest_come, BLOCKS * WARPS * 4);
   }
-  ptx::cluster_meets();
-  for (u32 i = threadIdx.x; i < T::KT * T::KT * 32; i += THREADS) fragments[i] = matrix[i];
+  ptx::cluster_arrives();
+  const uint4 fragment = threadIdx.x < T::FRAGMENTS ? matrix[threadIdx.x] : uint4{};  // waited for behind x
   ptx::wait_for_previous_kernel();
   x += row * ldx;
   if (activation == ACT_SILU)
@@ -206,9 +208,11 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 2)
   else
     slice.template load<ACT_NONE>(x);
   ptx::launch_dependents();  // not before x is here: a product's first weights would come in front of it
+  if (threadIdx.x < T::FRAGMENTS) fragments[threadIdx.x] = fragment;
   __syncthreads();
   if (warp < 2 * T::KT) slice.task(fragments, warp / 2, warp % 2, lane);
   __syncthreads();
+  ptx::cluster_is_there();
   if (threadIdx.x < m * T::NT) slice.group(threadIdx.x, values_come);
 
   // A pair of groups makes whole blocks of 32 columns; this block's share of them: 16 lanes a pair.

@@ -157,6 +157,21 @@ template <class T> struct Flat {
     for (u32 r = 0; r < T::ROWS; r++) publish(odd, r, flat::last_bit<T::STEPS>(d[r]), sums[r]);
   }
 
+  // Each lane reads all warps' at once: a lane's own and a reduction would be waited for one after the other.
+  DEVICE static float largest(const float *most) {
+    u32 bits = 0;  // as in warp_max
+    if constexpr (T::WARPS % 4 == 0) {
+#pragma unroll
+      for (u32 i = 0; i < T::WARPS; i += 4) {
+        const uint4 v = *reinterpret_cast<const uint4 *>(most + i);
+        bits = max(bits, max(max(v.x, v.y), max(v.z, v.w)));
+      }
+    } else {
+#pragma unroll
+      for (u32 i = 0; i < T::WARPS; i++) bits = max(bits, __float_as_uint(most[i]));
+    }
+    return __uint_as_float(bits);
+  }
   DEVICE float row_factor(const float *sums) const {
     if (in.activation != ACT_NORM) return factor;
     float total = 0.0f;
@@ -166,8 +181,7 @@ template <class T> struct Flat {
   }
   DEVICE hadamard::RowScale scale_of(u32 row, u32 odd, u32 r) const {
     const u32 lane = thread() % 32;
-    const float most = hadamard::warp_max(lane < T::WARPS ? of_row(odd, r)[lane] : 0.0f);
-    const hadamard::RowScale scale(most, row_factor(of_row(odd, r) + T::WARPS), q);
+    const hadamard::RowScale scale(largest(of_row(odd, r)), row_factor(of_row(odd, r) + T::WARPS), q);
     const bool first = lane == 0 && T::tile() == 0 && T::share() == 0;
     if (first && q.bits != 16 && row < in.rows) q.scales[row] = scale.scale;
     return scale;

@@ -24,9 +24,20 @@ DEVICE void store_int_segment(const IntProblem &p, const Epilogue<T> &epilogue, 
 template <class T>
 DEVICE void finish_int_segment(const IntProblem &p, Sums<T> &sums, const Segment &segment, u32 shared_sums) {
   static_assert(!MARKED || T::GROUPED || T::KIND == S8_W4, "a sum of others might be -1, the mark");
-  finish_segment<T>(p, sums, segment, shared_sums, [&](const Epilogue<T> &epilogue) {
-    store_int_segment<T>(p, epilogue, sums, segment, shared_sums);
-  });
+  if constexpr (T::WARPGROUP) {
+    finish_segment<T>(p, sums, segment, shared_sums, [&](const Epilogue<T> &epilogue) {
+      store_int_segment<T>(p, epilogue, sums, segment, shared_sums);
+    });
+  } else {
+    const u32 thread = ptx::opaque(threadIdx.x);
+    const Place place = Grid<T>::place(p, segment);
+    const int column0 = place.column_tile * T::TILE_N + thread % T::SLOT_THREADS / 32 * T::WARP_N;
+    const EarlyScaling<T> scaling(p, min(column0, p.n - T::WARP_N), place.token0, thread % 32, thread / T::SLOT_THREADS);
+    finish_segment<T>(p, sums, segment, shared_sums, [&](const Epilogue<T> &epilogue) {
+      scaling(sums);
+      epilogue.store(sums, segment);
+    });
+  }
 }
 
 // Integer sums travel in the registers of fp32 ones.

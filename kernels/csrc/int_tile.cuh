@@ -39,6 +39,7 @@ struct IntTile {
   static constexpr int BLOCK_THREADS = THREADS + (PRODUCER ? 128 : 0);
   static constexpr int WARP_N = 16 * WORDS, TILE_N = WARP_N * WARPS, CHUNKS = TILE_N / CHUNK_N;
   static constexpr int VECTORS = BITS / 4, CHUNK_BYTES = 512 * VECTORS, PAIRS = 2 * WORDS;
+  static constexpr int OWNED = PAIRS % SLOTS ? PAIRS : PAIRS / SLOTS;  // pairs whose columns a slot scales
   static constexpr int AHEAD = PRODUCER ? STAGES : STAGES - 1;
 
   static constexpr int EXCHANGE_UNITS = 7, BAND = 4;  // of scheduler.cuh

@@ -221,12 +221,10 @@ DEVICE u32 in_block(u32 address, u32 rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"(address), "r"(rank));
   return out;
 }
-// All threads of the cluster's blocks meet; what they wrote can be read after.
-DEVICE void cluster_meets() {
-  asm volatile("barrier.cluster.arrive.release;\n"
-               "barrier.cluster.wait.acquire;" ::
-                   : "memory");
-}
+// The two halves of a meeting of all threads of the cluster's blocks. Without a release, which is a fence of all memory:
+// what is made known is that barriers are there (barrier_init_fence).
+DEVICE void cluster_arrives() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+DEVICE void cluster_is_there() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 DEVICE void prefetch_map(const void *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Reads a flag so that whatever was written before its release can be read after.

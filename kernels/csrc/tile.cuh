@@ -44,8 +44,9 @@ struct Tile {
   static constexpr int CHUNK_BYTES = 512 * VECTORS;         // one 16 x 64 tile
   static constexpr int PAIRS = 2 * WORDS;                   // (word, half) pairs: accumulator pairs of a token tile
 
-  // Few tokens: the group's sum is multiplied by its scale. Many: each weight is, which needs no second sum.
-  static constexpr bool SCALE_SUMS = TOKENS <= 16 && !WARPGROUP;
+  // Few tokens: the group's sum is multiplied by its scale. Many: each weight is, which needs no second sum, for which
+  // there would be no registers.
+  static constexpr bool SCALE_SUMS = TOKENS <= 32 && !WARPGROUP;
   // With the warpgroup product that pays up to 32 tokens, for groups of a whole unit: it saves two of the 13 instructions
   // a word costs, where unpacking bounds the kernel, and each unit's end leaves its stage free.
   static constexpr bool SCALE_GROUPS = TOKENS <= 32 && ENGINE_ == WGMMA && UNIT_K == 128;

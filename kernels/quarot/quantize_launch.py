@@ -68,10 +68,10 @@ class Task:
 
 
 @cache
-def _card(index: int) -> tuple[int, int]:
-    """Return bytes of shared memory (a block may take, a multiprocessor has)."""
+def _shared_of_multiprocessor(index: int) -> int:
+    """Return the bytes of shared memory that a multiprocessor of a card has."""
     properties: Any = torch.cuda.get_device_properties(index)
-    return properties.shared_memory_per_block_optin, properties.shared_memory_per_multiprocessor
+    return int(properties.shared_memory_per_multiprocessor)
 
 
 def run(task: Task) -> None:
@@ -90,7 +90,7 @@ def run(task: Task) -> None:
         if spread is not None:
             _cluster(card, stream, task, *spread)
             return
-        room = _card(index)[0]
+        room = card.shared
         tiled = bool(task.transform.factors) and task.gain is None and task.form.width == task.k
         found = quantize_plan.dense(task.transform, task.heads, task.size, room) if tiled else None
         many = tiled and flat_plan.is_chosen(task.x.shape[0], found is not None)
@@ -158,7 +158,7 @@ def _row(card: launch.Device, stream: int, task: Task, row: row_plan.Rows) -> No
 
 def _dense(card: launch.Device, stream: int, task: Task, row: quantize_plan.Dense, m: int) -> None:
     shared = row.shared_bytes(m)
-    fitting = _card(card.index)[1] // (shared + row.fixed_bytes + quantize_plan.RESERVED)
+    fitting = _shared_of_multiprocessor(card.index) // (shared + row.fixed_bytes + quantize_plan.RESERVED)
     launch.start(
         card,
         row.entry(arguments.NAMES[task.x.dtype]),
@@ -178,7 +178,7 @@ def _flat_of(card: launch.Device, task: Task, room: int) -> flat_plan.Flat | Non
 
 def _flat(card: launch.Device, stream: int, task: Task, row: flat_plan.Flat) -> None:
     shared, m = row.shared_bytes(task.acts), row.m
-    fitting = _card(card.index)[1] // (shared + quantize_plan.RESERVED)
+    fitting = _shared_of_multiprocessor(card.index) // (shared + quantize_plan.RESERVED)
     rows, lines = task.x.shape[0], 2 * m if task.acts else m
     launch.start(
         card,
@@ -252,7 +252,8 @@ def _fragments(
 ) -> dict[tuple[quantize_plan.Tiled, str], "Tensor"]:
     """Return a transform's tables by form and dtype: of every form it takes, for few rows and for many."""
     outside_capture(transform.key)
-    arch, room, where = launch.device(index).arch, _card(index)[0], torch.device("cuda", index)
+    card, where = launch.device(index), torch.device("cuda", index)
+    arch, room = card.arch, card.shared
     found: list[tuple[quantize_plan.Tiled, int] | None] = [quantize_plan.dense(transform, heads, size, room)]
     if arch == flat_plan.ARCH:
         flats = (flat_plan.choose(transform, heads, size, acts, room) for acts in (False, True))

@@ -6,7 +6,6 @@ namespace ptx {
 
 inline float normal_or_zero(float v) { return std::fabs(v) < 1.17549435e-38f ? std::copysign(0.0f, v) : v; }
 inline float max_abs(float a, float b) { return a != a || b != b ? NAN : std::max(a, std::fabs(b)); }
-inline float reciprocal_approximate(float a) { return 1.0f / a; }
 inline float reciprocal_or_zero(float a) { return normal_or_zero(1.0f / normal_or_zero(a)); }
 inline float multiply_or_zero(float a, float b) { return normal_or_zero(normal_or_zero(a) * normal_or_zero(b)); }
 

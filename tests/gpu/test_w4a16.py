@@ -158,11 +158,14 @@ def test_no_sum_is_taken_for_a_mark() -> None:
 
 
 def test_a_row_does_not_depend_on_others_within_one_tile_class() -> None:
-    arch, sms = _card()
+    from w4pack.kernels import launch
+
+    card = launch.device(0)
     whole = cases.make(257, 1024, 512, seed=3)
     by_tile: dict[tiles.Tile, torch.Tensor] = {}
     for m in range(1, 258, 4):
-        tile = tiles.choose(arch, sms, m, 512, 1024, 4).tile
+        arch = launch.table_arch(card.arch)
+        tile = tiles.choose(arch, card.multiprocessors, card.shared, m, 512, 1024, 4).tile
         if m > tile.tokens:
             continue  # another grid, so K is cut elsewhere
         row = _run(whole.with_x(whole.x[:m]))[0]

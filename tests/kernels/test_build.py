@@ -52,12 +52,18 @@ def test_every_tile_that_is_built_is_chosen_by_some_product(arch: str) -> None:
     sizes = [
         (n, k) for n in (512, 4096, 6144, 8192, 10240, 28672, 57344) for k in (64, 4096, 8192, 14336, 28672)
     ]
+    rooms = {"sm_80": (99, 163), "sm_90a": (227,), "sm_100": (227,), "sm_120": (99,)}[arch]  # KiB a block
     few = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 320, 384, 511, 4095)
     cards = {"sm_80": (108, 46), "sm_90a": (132, 114), "sm_100": (148,), "sm_120": (170, 36)}[arch]
     products = [(card, m, n, k) for card in cards for m in few for n, k in sizes]
     each = (1, 4, 5, 6, 10, 12, 15, 18, 26, 42, 72, 200)  # pairs an expert
     for bits in (4, 8):
-        chosen = {tiles.choose(arch, *p, bits).tile for p in products if p[1] < tiles.dense_from(arch)}
+        chosen = {
+            tiles.choose(arch, card, room << 10, m, *size, bits).tile
+            for room in rooms
+            for card, m, *size in products
+            if m < tiles.dense_from(arch)
+        }
         assert chosen == set(tiles.all_tiles(arch, bits))
         grouped = {
             moe_tiles.choose(arch, 132, pairs * experts, experts, n, k, bits).tile

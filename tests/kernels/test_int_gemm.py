@@ -290,7 +290,7 @@ def test_tiles_fit_the_card_and_the_workspace(arch: str, most: int) -> None:
         for grouped in (False, True):
             for tile in int_tiles.all_tiles(arch, order, grouped):
                 assert tile.blocks * int_tiles.shared_bytes(tile, order, grouped) <= most * 1024
-                assert tile.fits_workspace and tile.sharing in (tiles.COLLECTED, tiles.MARKED), tile
+                assert tile.fits_workspace and tile.sharing in (tiles.COLLECTED, tiles.MARKED_COLLECTED), tile
 
 
 def test_large_products_take_the_tile_with_the_fewest_clocks() -> None:

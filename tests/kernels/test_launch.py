@@ -1,5 +1,6 @@
 """What can be known of launches without a card: a workspace made late, through a stand-in of the driver."""
 
+import enum
 import sys
 import threading
 import time
@@ -49,13 +50,13 @@ class Driver(types.ModuleType):
         return (0,)
 
 
-def _install(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> launch.Device:
+def _install(monkeypatch: pytest.MonkeyPatch, driver: types.ModuleType) -> launch.Device:
     package = types.ModuleType("cuda.bindings")
     package.driver = driver  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", package)
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
-    return launch.Device(0, Core(driver.calls), "sm_90a", 132)
+    return launch.Device(0, Core(getattr(driver, "calls", [])), "sm_90a", 132, 227 << 10)
 
 
 class Core:
@@ -131,7 +132,7 @@ def test_a_workspace_that_failed_half_way_leaves_nothing_and_the_next_call_makes
 def test_a_thread_enters_the_card_before_its_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch takes a card for a new thread's current one before the driver does."""
     calls: list[tuple[Any, ...]] = []
-    card = launch.Device(0, Core(calls), "sm_90a", 132, {("entry", 0): "kernel"}, {7: "stream"})
+    card = launch.Device(0, Core(calls), "sm_90a", 132, 227 << 10, {("entry", 0): "kernel"}, {7: "stream"})
     monkeypatch.setattr(launch, "_config", lambda *_: "config")
     monkeypatch.setattr(launch, "_core_launch", lambda: lambda *given: calls.append(given))
     for _ in range(2):
@@ -154,7 +155,7 @@ def test_threads_that_meet_a_stream_at_once_get_one_workspace(monkeypatch: pytes
             return found
 
     theirs, spare = launch.Workspace(1, 2, 3), launch.Workspace(4, 5, 6)
-    card = launch.Device(0, None, "sm_90a", 132, spare=[spare])
+    card = launch.Device(0, None, "sm_90a", 132, 227 << 10, spare=[spare])
     card.workspaces = Meeting()
     assert card.workspace(7) is theirs
     assert (card.workspaces[7], card.spare) == (theirs, [spare])
@@ -166,7 +167,7 @@ def test_threads_that_meet_a_card_first_share_it(monkeypatch: pytest.MonkeyPatch
     def make(index: int) -> launch.Device:
         time.sleep(0.05)
         made.append(index)
-        return launch.Device(index, None, "sm_90a", 132)
+        return launch.Device(index, None, "sm_90a", 132, 227 << 10)
 
     monkeypatch.setattr(launch, "_make_device", make)
     monkeypatch.setattr(launch, "_devices", {})
@@ -174,3 +175,61 @@ def test_threads_that_meet_a_card_first_share_it(monkeypatch: pytest.MonkeyPatch
         found = list(pool.map(launch.device, [0] * 8))
     assert made == [0]
     assert all(card is found[0] for card in found)
+
+
+class Attributes(types.ModuleType):
+    """Plays the driver's side of a kernel's attributes on a card with ``room`` bytes for a block."""
+
+    CUkernel = CUdevice = int
+
+    class CUresult(enum.IntEnum):
+        CUDA_SUCCESS = 0
+        CUDA_ERROR_INVALID_VALUE = 1
+
+    class CUfunction_attribute(enum.Enum):  # noqa: N801
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+        CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9
+
+    def __init__(self, declared: int, room: int = 227 << 10) -> None:
+        super().__init__("driver")
+        self.declared, self.room = declared, room
+        self.found: dict[str, int] = {}
+
+    def cuKernelGetAttribute(self, *_: Any) -> tuple[Any, int]:
+        return self.CUresult.CUDA_SUCCESS, self.declared
+
+    def cuKernelSetAttribute(self, attribute: Any, value: int, *_: Any) -> tuple[Any]:
+        if "DYNAMIC" in attribute.name and value + self.declared > self.room:
+            return (self.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        self.found[attribute.name.removeprefix("CU_FUNC_ATTRIBUTE_")] = value
+        return (self.CUresult.CUDA_SUCCESS,)
+
+
+@pytest.mark.parametrize(
+    ("declared", "shared", "found"),
+    [
+        (1024, 0, {}),  # the L1 is its own
+        (45 << 10, 0, {"PREFERRED_SHARED_MEMORY_CARVEOUT": 100}),
+        (0, 8192, {"MAX_DYNAMIC_SHARED_SIZE_BYTES": 8192}),
+        (
+            1024,
+            200 << 10,
+            {"MAX_DYNAMIC_SHARED_SIZE_BYTES": 200 << 10, "PREFERRED_SHARED_MEMORY_CARVEOUT": 100},
+        ),
+    ],
+)
+def test_kernels_that_live_in_shared_memory_part_a_multiprocessor_alike(
+    monkeypatch: pytest.MonkeyPatch, declared: int, shared: int, found: dict[str, int]
+) -> None:
+    driver = Attributes(declared)
+    _install(monkeypatch, driver)
+    launch._share_memory(types.SimpleNamespace(handle=7), shared, 0)
+    assert driver.found == found
+
+
+def test_a_kernel_that_a_card_has_no_shared_memory_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, Attributes(1024, room=99 << 10))
+    with pytest.raises(UsageError, match="does not have the shared memory") as caught:
+        launch._share_memory(types.SimpleNamespace(handle=7), 100 << 10, 3)
+    assert "cuda:3" in str(caught.value) and "102400 bytes" in str(caught.value)

@@ -9,6 +9,8 @@ import pytest
 
 from w4pack.kernels import tiles
 
+ROOM = 227 << 10  # bytes of shared memory of a block, on every card with such tiles
+
 
 def _begin(total: int, blocks: int, block: int) -> int:
     each, more = divmod(total, blocks)
@@ -174,7 +176,7 @@ def test_tiles_shared_evenly_are_cut_at_units_and_have_one_place_a_block(arch: s
     for shape, m in itertools.product(shapes, (33, 64, 65, 96, 128, 129, 256)):
         n, k = map(int, shape.split("x"))
         for multiprocessors in (7, 78, 114, 132):
-            tile, grid = (chosen := tiles.choose(arch, multiprocessors, m, n, k, 4)).tile, chosen.grid
+            tile, grid = (chosen := tiles.choose(arch, multiprocessors, ROOM, m, n, k, 4)).tile, chosen.grid
             if not tile.evenly:
                 continue
             count, units = tiles.column_tiles(tile, m, n), k // tile.unit
@@ -189,8 +191,8 @@ def test_tiles_shared_evenly_are_cut_at_units_and_have_one_place_a_block(arch: s
 
 
 def test_a_card_with_too_few_multiprocessors_takes_another_tile() -> None:
-    few = tiles.choose("sm_90a", 7, 128, 4096, 14336, 4)
-    most = tiles.choose("sm_90a", 132, 128, 4096, 14336, 4)
+    few = tiles.choose("sm_90a", 7, ROOM, 128, 4096, 14336, 4)
+    most = tiles.choose("sm_90a", 132, ROOM, 128, 4096, 14336, 4)
     assert not few.tile.evenly and most.tile.evenly and most.grid == 128
 
 
@@ -252,7 +254,9 @@ def test_two_partial_tiles_and_a_flag_for_each_warp_must_fit() -> None:
     assert fits(64, 12, 1, 1, tiles.SHARED_OUT), "two times 96 KiB"
     assert fits(128, 8, 1, 1, tiles.COLLECTED) and not fits(128, 8, 1, 1, tiles.SHARED_OUT), "128 KiB"
     assert fits(128, 8, 1, 1, tiles.SHARED_EVENLY), "once 128 KiB"
-    assert fits(32, 12, 1, 1, tiles.MARKED) and not fits(64, 12, 1, 1, tiles.MARKED), "48 KiB are marked"
+    assert fits(32, 12, 1, 1, tiles.MARKED_COLLECTED) and not fits(64, 12, 1, 1, tiles.MARKED_COLLECTED), (
+        "48 KiB are marked"
+    )
     assert fits(16, 4, 2, 2, tiles.SHARED_OUT) and not fits(16, 4, 2, 3, tiles.SHARED_OUT), "24 flags"
 
 

@@ -17,7 +17,7 @@ Made = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], Any]  # wha
 def card(monkeypatch: pytest.MonkeyPatch) -> launch.Device:
     """A card whose maps are what they would be made of."""
     monkeypatch.setattr(tensor_maps, "_make", lambda *given: given)
-    return launch.Device(0, SimpleNamespace(set_current=lambda: None), "sm_90a", 132)
+    return launch.Device(0, SimpleNamespace(set_current=lambda: None), "sm_90a", 132, 227 << 10)
 
 
 def _strides(made: Made) -> list[int]:
