@@ -80,6 +80,11 @@ class Machine:
     index: int = 0
     started: list[str] = field(default_factory=list)
 
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a block may have."""
+        return ROOM[self.arch] << 10
+
     def __post_init__(self) -> None:
         self._sums = torch.empty(self.multiprocessors * tiles.SUMS_PER_MULTIPROCESSOR // 4)
         self._kept: list[torch.Tensor] = []
@@ -158,7 +163,7 @@ def machine(arch: str, *, late: bool, seed: int, multiprocessors: int = 4) -> It
         mock.patch.object(ops, "current_stream", lambda index: 0),
         mock.patch.object(int_launch.arguments, "current_stream", lambda index: 0),
         mock.patch.object(torch.cuda, "device", lambda index: nullcontext()),
-        mock.patch.object(quantize_launch, "_card", lambda index: (ROOM[arch] << 10, (ROOM[arch] + 1) << 10)),
+        mock.patch.object(quantize_launch, "_shared_of_multiprocessor", lambda index: card.shared + 1024),
         mock.patch.object(quantize_launch, "_fragments_of", card.fragments_of),
         mock.patch.object(quantize_launch, "_tables", card.tables),
         mock.patch.object(kv_launch, "_signs", card.signs),

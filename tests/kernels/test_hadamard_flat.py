@@ -87,8 +87,8 @@ def launched(
     """Return (entry, blocks, threads, shared bytes) of what quantizes rows on a card of an H200's size, and
     a form's map."""
     started: list[tuple] = []
-    card = SimpleNamespace(arch=arch, multiprocessors=132, index=0)
-    monkeypatch.setattr(quantize_launch, "_card", lambda index: (ROOM, 228 * 1024))
+    card = SimpleNamespace(arch=arch, multiprocessors=132, shared=ROOM, index=0)
+    monkeypatch.setattr(quantize_launch, "_shared_of_multiprocessor", lambda index: 228 * 1024)
     monkeypatch.setattr(quantize_launch, "_fragments_of", lambda *given: 0)
     monkeypatch.setattr(quantize_launch.tensor_maps, "lines", lambda card, pointer, *given: given)
     monkeypatch.setattr(quantize_launch.launch, "device", lambda index: card)
