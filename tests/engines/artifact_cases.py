@@ -159,7 +159,7 @@ TENSORS: tuple[tuple[str, str, Callable[[Tensors], Any], str], ...] = (
     ("scales-shape", DENSE, put(f"{Q}.weight_scale", "F16", 1, 64), f"{Q}.weight_scale"),
     ("norm-shape", DENSE, put("model.norm.weight", "F16", 32), "model.safetensors, model.norm.weight"),
     ("swapped", DENSE, swap(f"{Q}.weight", "model.layers.0.mlp.up_proj.weight"), f"{Q}.weight"),
-    ("exchanged", DENSE, swap(K, V), f"model.safetensors, {K}"),
+    ("exchanged", DENSE, swap(K, V), f"model.safetensors: {K}"),
     ("order-broken", DENSE, no_order("model.layers.0.mlp.down_proj.act_perm"), "mlp.down_proj"),
     ("expert-order-broken", EXPERTS, no_order(f"{W1}.act_perm"), "experts.0.w1"),
 )
