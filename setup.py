@@ -50,9 +50,16 @@ class BdistWheel(bdist_wheel):
         has_cubins = any((ROOT / "kernels" / "cubins").rglob("*.cubin"))
         return ("py3", "none", "manylinux_2_17_x86_64" if has_cubins else "any")
 
+    def finalize_options(self) -> None:
+        """Settle the options; a folder that the caller named is left alone by ``run``."""
+        named = self.bdist_dir is not None
+        super().finalize_options()
+        self.own_folder = None if named else Path(self.bdist_dir)
+
     def run(self) -> None:
         """Pack, in a folder without what a build that was interrupted has left there."""
-        remove(Path(self.bdist_dir))
+        if self.own_folder is not None:
+            remove(self.own_folder)
         super().run()
 
 

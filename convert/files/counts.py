@@ -2,17 +2,22 @@
 
 A config of transformers makes lists as long as its count of layers, and a model class builds as many modules,
 before anything is compared with a file: a claim of ten million layers takes memory until there is none left.
-So claims are looked at before either is made. A key that is not there is no claim.
+So claims are looked at before either is made. They are bounded, not checked: layers may share their tensors
+(ALBERT), be counted once for each time that they run (HRM), or be of a part that was left out. A key that is
+not there is no claim.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any
 
-from w4pack.convert.core.families import MAX_DIGITS
+from w4pack.convert.core.families import TEXT_SECTIONS
 from w4pack.convert.errors import Refused, SourceError
 
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+LAYERS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
+    *("num_layers_per_stack", "depth"),
+)
+CHEAP = 1000  # layers without numbers, which any process has memory for
 # None of these is larger than the longest side of any tensor: some tensor has a side of that size, or of a
 # multiple of it.
 SIDES = (
@@ -23,7 +28,7 @@ OTHER_CONFIG = "config.json is of another model, or shards are missing: fetch th
 
 
 def check_layers(config: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raise SourceError for a config that counts layers which no file has; it names the first.
+    """Raise SourceError for a config that counts more layers than there are tensors.
 
     config  parsed config.json
     names   of everything in the files
@@ -33,70 +38,48 @@ def check_layers(config: Mapping[str, Any], names: Collection[str]) -> None:
 
 
 def layer_problems(config: Mapping[str, Any], names: Collection[str]) -> Iterator[SourceError]:
-    """Yield what ``check_layers`` raises."""
-    text, inside = _text(config)
-    for key in LAYERS:
-        yield from _missing_layer(inside + key, text.get(key), names)
-    for name, part in config.items():  # vision, audio: where their layers lie is the class's own matter
-        for key in LAYERS if isinstance(part, dict) and part is not text else ():
-            yield from _too_large(f"{name}.{key}", part.get(key), len(names), "the tensors in the files")
+    """Yield what ``check_layers`` raises: of the model, and of its parts for text, vision, audio."""
+    for where, claimed in _claims(config, LAYERS, max(len(names), CHEAP)):
+        yield SourceError(
+            "the config counts more layers than there are tensors",
+            code="layers-missing",
+            where=where,
+            expected=f"at most {len(names):,}",
+            found=claimed,
+            hint=OTHER_CONFIG,
+        )
 
 
 def size_problems(config: Mapping[str, Any], shapes: Iterable[Sequence[int]]) -> Iterator[SourceError]:
-    """Yield an error for each size of a config that is larger than anything in the files.
+    """Yield an error for each size of a language model that is larger than anything in the files.
 
+    config  parsed config.json
     shapes  of everything in the files
     """
-    text, inside = _text(config)
     largest = max((side for shape in shapes if 0 not in shape for side in shape), default=0)
-    for key in SIDES:
-        yield from _too_large(inside + key, text.get(key), largest, "the longest side of a tensor")
-
-
-def _text(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return the config of the language model, and the path of its keys."""
-    text = config.get("text_config")
-    return (text, "text_config.") if isinstance(text, dict) else (config, "")
-
-
-def _missing_layer(key: str, claimed: object, names: Collection[str]) -> Iterator[SourceError]:
-    if type(claimed) is not int or claimed < 1:
-        return  # transformers says what it is instead
-    lists: dict[str, set[int]] = {}
-    for name in names:
-        path, number = _numbered(name)
-        if number is not None:
-            lists.setdefault(path, set()).add(number)
-    firsts = {path: next(n for n in count() if n not in found) for path, found in lists.items()}
-    path = max(firsts, key=lambda path: firsts[path], default="layers.")
-    there = firsts.get(path, 0)
-    if claimed > there:
-        yield SourceError(
-            "the config counts a layer that no file has",
-            code="layers-missing",
-            where=f"config.json: {key}",
-            expected=f"at most {there:,}: there is no tensor of `{path}{there}`",
-            found=f"{claimed:,}"[:80],
-            hint=OTHER_CONFIG,
-        )
-
-
-def _numbered(name: str) -> tuple[str, int | None]:
-    """Return the list that a tensor is of, and its number there: ``model.layers.``, 3; None: of no list."""
-    parts = name.split(".")
-    for place, part in enumerate(parts):
-        if part.isascii() and part.isdigit() and len(part) < MAX_DIGITS:
-            return "".join(f"{before}." for before in parts[:place]), int(part)
-    return "", None
-
-
-def _too_large(key: str, claimed: object, most: int, what: str) -> Iterator[SourceError]:
-    if type(claimed) is int and claimed > most:
+    plain = {
+        key: value for key, value in config.items() if key in TEXT_SECTIONS or not isinstance(value, dict)
+    }
+    for where, claimed in _claims(plain, SIDES, largest):
         yield SourceError(
             "the config claims a size that nothing in the files has",
             code="config-size",
-            where=f"config.json: {key}",
-            expected=f"at most {most:,}, {what}",
-            found=f"{claimed:,}"[:80],
+            where=where,
+            expected=f"at most {largest:,}, the longest side of a tensor",
+            found=claimed,
             hint=OTHER_CONFIG,
         )
+
+
+def _claims(config: Mapping[str, Any], keys: Collection[str], most: int) -> Iterator[tuple[str, str]]:
+    """Yield (where, what it says) of each of ``keys`` in a config, and in what lies in it, above ``most``.
+
+    Of what is no whole number transformers says what it is.
+    """
+    left: list[tuple[str, Mapping[str, Any]]] = [("config.json: ", config)]
+    while left:
+        inside, part = left.pop()
+        for key, value in part.items():
+            if key in keys and type(value) is int and value > most:
+                yield inside + key, f"{value:,}"[:80]
+        left += [(f"{inside}{name}.", value) for name, value in part.items() if isinstance(value, dict)]

@@ -56,16 +56,15 @@ class SplitExperts(nn.ModuleList):
 
 
 def most_experts(provider: Provider) -> int:
-    """Return how many experts a layer has at most, by names, or by headers where they are stacked."""
+    """Return how many experts a layer has at most, by names, or by headers: stacked ones have three sides."""
     single: dict[str, set[str]] = {}
     stacked = [0]
     for name in provider.names():
         layer, dot, rest = name.rpartition("experts.")
         if dot and rest.partition(".")[0].isdigit():
             single.setdefault(layer, set()).add(rest.partition(".")[0])
-        elif dot:
-            shape = provider.info(name).shape
-            stacked.append(shape[0] if shape and 0 not in shape else 0)
+        elif len(shape := provider.info(name).shape) >= 3 and 0 not in shape:
+            stacked.append(shape[0])
     return max([*stacked, *map(len, single.values())])
 
 

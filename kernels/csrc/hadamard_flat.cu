@@ -160,15 +160,10 @@ template <class T> struct Flat {
   // Each lane reads all warps' at once: a lane's own and a reduction would be waited for one after the other.
   DEVICE static float largest(const float *most) {
     u32 bits = 0;  // as in warp_max
-    if constexpr (T::WARPS % 4 == 0) {
 #pragma unroll
-      for (u32 i = 0; i < T::WARPS; i += 4) {
-        const uint4 v = *reinterpret_cast<const uint4 *>(most + i);
-        bits = max(bits, max(max(v.x, v.y), max(v.z, v.w)));
-      }
-    } else {
-#pragma unroll
-      for (u32 i = 0; i < T::WARPS; i++) bits = max(bits, __float_as_uint(most[i]));
+    for (u32 i = 0; i < T::WARPS; i += 4) {
+      const uint4 v = *reinterpret_cast<const uint4 *>(most + i);
+      bits = max(bits, max(max(v.x, v.y), max(v.z, v.w)));
     }
     return __uint_as_float(bits);
   }

@@ -3,7 +3,7 @@
 #include "int_store.cuh"
 #include "weights.cuh"
 
-// Values of a tile whose sums are complete, to the output.
+// Values of a warpgroup's tile whose sums are complete, to the output.
 template <class T>
 DEVICE void store_int_segment(const IntProblem &p, const Epilogue<T> &epilogue, Sums<T> &sums, const Segment &segment,
                               u32 shared_sums) {

@@ -65,7 +65,7 @@ template <class T> struct Scaling {
 template <class T> struct EarlyScaling {
   const IntProblem &p;
   u16 scale[T::OWNED], offset[T::OWNED];
-  float by[T::TOKEN_TILES][2];  // of tokens 2t and 2t + 1
+  float by[T::TOKEN_TILES][2];  // of tokens 2t and 2t + 1, with the factor 16: to take it out is to wait
 
   DEVICE EarlyScaling(const IntProblem &problem, int column0, int token0, int lane, int slot) : p(problem) {
     const int first = column0 + (T::OWNED == T::PAIRS ? 0 : 8 * T::OWNED * slot) + lane / 4;

@@ -26,7 +26,7 @@ INSTEAD = {  # of what else `w4pack.load` takes
     "threads": "w4pack.load(PATH, threads=N); transformers reads with its own",
 }
 
-_path: ContextVar[Any] = ContextVar("w4pack_path", default=None)
+_folder: ContextVar[Path | None] = ContextVar("w4pack_folder", default=None)
 _asked: ContextVar[dict[str, Any] | None] = ContextVar("w4pack_asked", default=None)
 
 
@@ -39,9 +39,7 @@ def take() -> dict[str, Any]:
 
 def folder() -> Path | None:
     """Return the folder that the ``from_pretrained`` that runs was given; None: an artifact of the Hub."""
-    path = _path.get()
-    found = Path(path) if isinstance(path, (str, os.PathLike)) else None
-    return found if found is not None and (found / CONFIG).is_file() else None
+    return _folder.get()
 
 
 def install() -> None:
@@ -54,14 +52,22 @@ def install() -> None:
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
-        token = _path.set(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        token = _folder.set(_folder_of(args, kwargs))
         try:
             return _with_settings(original, cls, args, kwargs)
         finally:
-            _path.reset(token)
+            _folder.reset(token)
 
     from_pretrained.takes_w4pack_settings = True  # type: ignore[attr-defined]
     return from_pretrained
+
+
+def _folder_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path | None:
+    path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    if not isinstance(path, (str, os.PathLike)):
+        return None
+    found = Path(path, kwargs.get("subfolder") or "")
+    return found if (found / CONFIG).is_file() else None
 
 
 def _with_settings(

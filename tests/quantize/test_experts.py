@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import oracle
 from quantize import sources
 from quantize.test_outputs import manifest, quantize
 from runner import run
-from w4pack.convert.quantize.experts import split_fused
+from w4pack.convert.quantize.experts import most_experts, split_fused
 
 
 def test_single_experts_compute_what_the_fused_ones_do() -> None:
@@ -44,6 +46,24 @@ def test_single_experts_compute_what_the_fused_ones_do() -> None:
     with torch.no_grad():
         found = split(tokens).logits
     assert torch.allclose(found, wanted, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "most"),
+    [
+        ({"mlp.experts.0.w1.weight": (96, 64), "mlp.experts.1.w1.weight": (96, 64)}, 2),
+        ({"mlp.experts.gate_up_proj": (6, 64, 96), "mlp.shared_experts.up_proj.weight": (1408, 64)}, 6),
+        ({"block_sparse_moe.input_linear.weight": (5, 96, 64), "embed.weight": (320, 64)}, 5),
+        ({"embed.weight": (320, 64), "experts.empty": (10**9, 0, 4)}, 0),
+    ],
+)
+def test_experts_are_counted_by_names_or_by_the_first_of_three_sides(
+    shapes: dict[str, tuple[int, ...]], most: int
+) -> None:
+    provider: Any = SimpleNamespace(
+        names=lambda: iter(shapes), info=lambda name: SimpleNamespace(shape=shapes[name])
+    )
+    assert most_experts(provider) == most
 
 
 @pytest.fixture(scope="module")

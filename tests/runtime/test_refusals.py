@@ -21,7 +21,7 @@ from runtime import models  # noqa: E402
 from w4pack.convert import convert  # noqa: E402
 from w4pack.convert.errors import Refused, SourceError, UsageError, W4PackError  # noqa: E402
 from w4pack.kernels import transfer  # noqa: E402
-from w4pack.kernels.hf import load, quantizer  # noqa: E402
+from w4pack.kernels.hf import asking, load, quantizer  # noqa: E402
 
 DENSE, EXPERTS = "gptqmodel-w4g32-asym-desc-qwen2", "gptqmodel-w4g32-sym-desc-mixtral"
 Q = "model.layers.0.self_attn.q_proj"
@@ -180,7 +180,7 @@ def test_a_model_without_a_place_for_a_layer_is_refused(made: dict[str, Path], t
 @pytest.mark.parametrize(
     ("key", "value", "code", "expected"),
     [
-        ("num_hidden_layers", 2, "layers-missing", "at most 1: there is no tensor of `model.layers.1`"),
+        ("num_hidden_layers", 10**6, "layers-missing", "at most 54"),
         ("vocab_size", 321, "config-size", "at most 320, the longest side of a tensor"),
         ("hidden_size", 10**9, "config-size", "at most 320, the longest side of a tensor"),
         ("num_local_experts", 10**9, "config-size", "at most 320, the longest side of a tensor"),
@@ -200,6 +200,18 @@ def test_what_no_header_has_is_refused_before_a_model_is_made(
     for error in both(folder):
         assert (type(error), error.code, error.expected) == (SourceError, code, expected)
         assert (error.where, error.found) == (f"config.json: {key}", f"{value:,}")
+
+
+def test_an_artifact_in_a_subfolder_is_not_taken_for_what_lies_above(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    for folder in (tmp_path, tmp_path / "inner"):
+        (folder / "config.json").write_text("{}")
+    assert asking._folder_of((tmp_path,), {}) == tmp_path
+    assert asking._folder_of((tmp_path,), {"subfolder": "inner"}) == tmp_path / "inner"
+    assert (
+        asking._folder_of((), {"pretrained_model_name_or_path": str(tmp_path), "subfolder": "other"}) is None
+    )
+    assert asking._folder_of(("org/name",), {}) is None and asking._folder_of((None,), {}) is None
 
 
 def test_layers_that_no_header_has_are_refused_before_a_config_lists_them(
