@@ -40,6 +40,9 @@ class Held:
     def names(self) -> list[str]:
         return list(self.tensors)
 
+    def info(self, name: str) -> torch.Tensor:
+        return self.tensors[name]  # for its shape
+
     def get(self, name: str) -> torch.Tensor:
         return self.tensors[name]
 
