@@ -38,6 +38,14 @@ def changed(source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor
     return folder
 
 
+def claiming(source: Path, folder: Path, **values: object) -> Path:
+    """Copy a checkpoint whose config.json says something else."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+    return folder
+
+
 def spoiled(source: Path, folder: Path, name: str, value: float = float("nan")) -> Path:
     """Copy a model; the second row (or value) of one tensor is no number."""
 
@@ -179,9 +187,7 @@ def test_windows_longer_than_learned_positions_are_refused_and_as_long_ones_are_
 def test_a_config_that_no_model_can_be_built_of_is_said(
     key: str, value: object, llama: Path, book: Path, tmp_path: Path
 ) -> None:
-    source = shutil.copytree(llama, tmp_path / "src")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, key: value}))
+    source = claiming(llama, tmp_path / "src", **{key: value})
     for done in (
         quantize(source, tmp_path / "out", text=book),
         run("convert", source, tmp_path / "out", "--rotate", "offline", "--to", "dense", "--json"),
@@ -202,9 +208,7 @@ def test_a_config_that_no_model_can_be_built_of_is_said(
 def test_what_no_header_has_is_refused_before_it_is_built(
     key: str, value: int, code: str, expected: str, mixtral: Path, book: Path, tmp_path: Path
 ) -> None:
-    source = shutil.copytree(mixtral, tmp_path / "src")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, key: value}))
+    source = claiming(mixtral, tmp_path / "src", **{key: value})
     for done in (
         quantize(source, tmp_path / "out", text=book),
         run("eval", source, "--text", book, "--seqlen", 32, "--json"),
@@ -218,9 +222,7 @@ def test_layers_that_no_header_has_are_refused_before_a_tokenizer_lists_them(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To find its class, transformers makes the config, whose lists are as long as its count of layers."""
-    source = shutil.copytree(llama, tmp_path / "src")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**11}))
+    source = claiming(llama, tmp_path / "src", num_hidden_layers=10**11)
     monkeypatch.setattr(transformers, "AutoTokenizer", None)
     with open_checkpoint(LocalStore(source)) as checkpoint, pytest.raises(SourceError) as caught:
         tokenizer_of(read_source(checkpoint, DetectOptions()))
