@@ -5,8 +5,8 @@ Runs on a machine with neither GPU nor driver nor toolkit: the compiler is the p
 manifest go to ``kernels/cubins``; a file whose sources, options and compiler are unchanged is kept. A kernel
 that spills registers, or whose warpgroup products the assembler serialized, fails the build.
 
-Most of a compile's time goes into making PTX. Architectures of a family have the same: it is made once, with
-the first one's cubin, and only assembled for the others.
+Most of a compile's time goes into making PTX. Architectures have the same where a kernel has the same defines:
+it is made once, and only assembled for the others.
 
     python -m w4pack.kernels.build [--arch sm_90a ...] [--jobs 2] [--only TEXT] [--tiles FILE]
 """
@@ -42,9 +42,11 @@ from w4pack.kernels.quarot.file import File
 SOURCES = Path(__file__).resolve().parent / "csrc"
 ALLOWED_SPILLS = int(os.environ.get("W4PACK_SPILLS", "0"))  # tuning may look at kernels that spill a little
 FILES = Callable[[str], Iterable[File]]  # an architecture's
-# Architectures whose PTX is the same where the defines are, but for what ``retarget`` changes: the compiler
-# has one optimizer up to sm_90 and another from sm_100 on. The first that is asked for is compiled.
-FAMILIES = (("sm_90a", "sm_80", "compute_80"), ("sm_100", "sm_120"))
+# Architectures have the same PTX where the defines are, but for what ``retarget`` changes; that of the first which
+# is asked for is compiled. The compiler has one optimizer up to sm_90 and another from sm_100 on: cards from there on
+# take PTX of the first, which most kernels' tests on a card are of, and which takes fewer registers.
+ORDER = ("sm_90a", "sm_100", "sm_120", "sm_80", "compute_80")
+PTX_OF = {"sm_100": "compute_90", "sm_120": "compute_90"}
 QUAROT: tuple[FILES, ...] = (int_tiles.files, int_moe_tiles.files, kv_tiles.files, quantize_plan.files)
 
 
@@ -127,7 +129,8 @@ def compile_job(job: Job) -> Compiled:
         BuildError: with the compiler's log.
     """
     try:
-        return compile_source(SOURCES / job.source, job.arch, job.defines)
+        made = compile_source(SOURCES / job.source, PTX_OF.get(job.arch, job.arch), job.defines)
+        return _follow(job, made.ptx) if job.arch in PTX_OF else made
     except BuildError as error:
         raise BuildError(f"{job.path} does not compile\n{error}") from None
 
@@ -142,7 +145,7 @@ def key_of(job: Job) -> str:
     parts = (
         _headers(),
         (SOURCES / job.source).read_bytes(),
-        repr((job.arch, job.defines)).encode(),
+        repr((job.arch, PTX_OF.get(job.arch), job.defines)).encode(),
         identity(),
     )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
@@ -192,21 +195,18 @@ def _is_there(job: Job, row: Row | None, out: Path) -> bool:
 def of_one_compile(wanted: Sequence[Job]) -> list[list[Job]]:
     """Return the files in groups that one compile makes: the first's, and after it those made of its PTX."""
     groups: dict[tuple[object, ...], list[Job]] = {}
-    for job in sorted(wanted, key=lambda job: _place(job.arch)):
-        family, _ = _place(job.arch)
-        groups.setdefault((job.source, job.entry, job.defines, family), []).append(job)
+    for job in sorted(wanted, key=lambda job: ORDER.index(job.arch)):
+        groups.setdefault((job.source, job.entry, job.defines), []).append(job)
     return list(groups.values())
 
 
-def _place(arch: str) -> tuple[tuple[str, ...], int]:
-    """Return the family of an architecture, and where it stands there."""
-    family = next((arches for arches in FAMILIES if arch in arches), (arch,))
-    return family, family.index(arch)
-
-
 def needs_assembler(groups: Iterable[Sequence[Job]]) -> bool:
-    """Tell whether a group has a cubin beside the compiled one."""
-    return any(job.suffix == "cubin" for _, *others in groups for job in others)
+    """Tell whether a group has a cubin that is not the compiler's."""
+    return any(
+        job.suffix == "cubin" and (job is not first or job.arch in PTX_OF)
+        for first, *others in groups
+        for job in (first, *others)
+    )
 
 
 def _make(jobs: Sequence[Job], out: Path) -> list[Row]:

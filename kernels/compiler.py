@@ -149,7 +149,7 @@ def assembler() -> Path:
 
 
 def retarget(ptx: bytes, arch: str) -> bytes:
-    """Return PTX as the compiler makes it for ``arch``, of that for an earlier one of ``build.FAMILIES``."""
+    """Return PTX as the compiler makes it for ``arch``, of that for an earlier one of ``build.ORDER``."""
     if arch in BEFORE_PROGRAMMATIC:
         ptx = PROGRAMMATIC.sub(b"", ptx)
     target = arch.replace("compute", "sm").encode()

@@ -13,6 +13,7 @@
 #include "quantize_row.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, MOST_SMALL = 28;
+constexpr int RESIDENT = 2;  // blocks a multiprocessor
 
 struct Plan {
   const int *entries;
@@ -139,7 +140,7 @@ template <int ACT> struct Writer {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     ENTRY(const u16 *x, const void *gain, const int *entries, const u32 *signs, float *scratch, u8 *out, float *scales,
           int rows, u64 ldx, int k, int activation, int gain_type, float scaling, float eps, float share, int width,
           int bits, int order, float clip) {

@@ -14,6 +14,7 @@
 #include "kv_tile.cuh"
 
 constexpr int QUERIES = 64, WARPS = 4, THREADS = 32 * WARPS;
+constexpr int RESIDENT = HEAD_DIM <= 64 ? 4 : HEAD_DIM <= 128 ? 3 : 2;  // left to the assembler, 80 channels spill
 constexpr int TOKENS = HEAD_DIM < 256 ? 64 : BITS == 4 ? 32 : 16;
 constexpr int PITCH = HEAD_DIM + 8;                 // halves: eight rows of 16 bytes meet eight different bank groups
 constexpr int CODE_BYTES = TOKENS * ROW, RAW = 2 * CODE_BYTES + 2 * 4 * TOKENS;
@@ -186,7 +187,7 @@ DEVICE void store_rows(u8 *out, const float (&y)[TILES][4], const float (&total)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     ENTRY(const u8 *query, const u8 *codes, const u32 *params, const int *block_table, const int *lengths,
           const int *padding, u8 *out, TURN_PARAMETERS, i64 q_batch, i64 q_head, i64 q_token, int heads, int kv_heads,
           int table_width, int tokens, int window, int bf16, float scale, float softcap) {

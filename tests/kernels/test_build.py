@@ -247,7 +247,7 @@ PTX = b"""//
 """
 
 
-def test_a_family_is_one_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_the_same_defines_is_one_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, assembled = [], []
 
     def compile_job(job: build.Job) -> build.Compiled:
@@ -264,36 +264,37 @@ def test_a_family_is_one_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     wanted = [build.Job("gather.cu", "a", arch, ()) for arch in arches]
     rows, failures = build.build(wanted, 1, tmp_path)
     without = b"//\n.version 8.8\n.target sm_80\n.visible .entry a()\n{\n\tret;\n}\n"
-    assert not failures and compiled == ["sm_100", "sm_90a"]
-    assert assembled == [("sm_120", PTX % b"sm_120"), ("sm_80", without)]
+    assert not failures and compiled == ["sm_90a"]
+    later = [(arch, PTX % arch.encode()) for arch in ("sm_100", "sm_120")]
+    assert assembled == [*later, ("sm_80", without)]
     assert (tmp_path / "compute_80-a.ptx").read_bytes() == without
     assert {str(row["path"]): row["registers"] for row in rows} == {
         "compute_80-a.ptx": 0,
         "sm_80-a.cubin": 8,
         "sm_90a-a.cubin": 9,
-        "sm_100-a.cubin": 9,
+        "sm_100-a.cubin": 8,
         "sm_120-a.cubin": 8,
     }
     build.write_manifest(rows, tmp_path)
     (tmp_path / "compute_80-a.ptx").unlink()
     build.build(wanted, 1, tmp_path)
-    assert compiled[2:] == ["compute_80"] and len(assembled) == 2
+    assert compiled[1:] == ["compute_80"] and len(assembled) == 3
     assert (tmp_path / "compute_80-a.ptx").read_bytes() == b"code of compute_80"
 
 
-def test_what_is_compiled_otherwise_is_no_family() -> None:
-    same = [build.Job("gather.cu", "a", arch, ("X=1",)) for arch in ("sm_80", "sm_90a")]
+def test_other_defines_are_another_compile() -> None:
+    same = [build.Job("gather.cu", "a", arch, ("X=1",)) for arch in ("sm_80", "sm_120", "sm_90a")]
     other = build.Job("gather.cu", "a", "sm_80", ("X=2",))
-    later = build.Job("gather.cu", "a", "sm_100", ("X=1",))
-    groups = build.of_one_compile([*same, other, later])
-    assert sorted(groups, key=str) == sorted([[same[1], same[0]], [other], [later]], key=str)
+    groups = build.of_one_compile([*same, other])
+    assert sorted(groups, key=str) == sorted([[same[2], same[1], same[0]], [other]], key=str)
 
 
-def test_the_assembler_is_asked_for_where_a_second_cubin_is_made() -> None:
+def test_the_assembler_is_asked_for_where_a_cubin_is_not_the_compilers() -> None:
     cubins = [build.Job("gather.cu", "a", arch, ()) for arch in ("sm_80", "sm_90a")]
     ptx = build.Job("gather.cu", "a", "compute_80", ())
     assert build.needs_assembler(build.of_one_compile([*cubins, ptx]))
     assert not build.needs_assembler(build.of_one_compile([cubins[0], ptx]))
+    assert build.needs_assembler(build.of_one_compile([build.Job("gather.cu", "a", "sm_100", ())]))
 
 
 def test_a_spill_in_assembled_code_fails_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +305,7 @@ def test_a_spill_in_assembled_code_fails_the_build(tmp_path: Path, monkeypatch: 
     assert not rows and len(failures) == 1 and failures[0].startswith("sm_120-a.cubin spills 64 bytes")
 
 
-def test_sources_do_not_tell_the_architectures_of_a_family_apart() -> None:
+def test_sources_do_not_tell_architectures_apart() -> None:
     """But for programmatic launch, which ``retarget`` takes out, and wgmma, whose tiles only sm_90a has."""
     told = {
         file.name: re.findall(r"__CUDA_ARCH\w*(?: >= \d+)?", file.read_text())
@@ -359,8 +360,10 @@ def sections(code: bytes) -> dict[str, bytes]:
     [
         ("sm_90a", "sm_80", "hadamard_fp16_m16_c6_heads"),
         ("sm_90a", "sm_80", "kv_append_64"),
-        ("sm_100", "sm_120", "dequantize_bf16_b8_zp"),
+        ("sm_90a", "sm_100", "hadamard_fp16_m16_c6_heads"),
+        ("sm_90a", "sm_120", "quantize_fp16_p2w7"),
         ("sm_100", "sm_120", "w4a16_fp16_b4_sym_mma_t8"),
+        ("sm_100", "sm_80", "moe_bf16_b4_zp_mma_t8"),
     ],
 )
 def test_assembled_code_is_that_of_a_compile(first: str, arch: str, entry: str) -> None:
