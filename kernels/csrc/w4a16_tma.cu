@@ -25,9 +25,12 @@ static_assert(T::SHARED_BYTES == SHARED, "kernels/tiles.py and tile.cuh agree on
 
 extern __shared__ __align__(1024) u8 shared[];
 
-// Whether the loops for sizes of groups (by_group) share the code after them. With 64 tokens that is half the code and 1 to 4 %
-// faster, with 128 up to 2 % slower; sums of two words of 12 warps leave no registers for what then stays between segments.
+// Whether the loops for sizes of groups (by_group) share the code after them, which is half the code of a kernel. With 128
+// tokens that is up to 2 % slower; sums of two words of 12 warps leave no registers for what then stays between segments.
 constexpr bool SHARED_END = T::TOKENS <= 64 && T::WORDS * T::WARPS <= 16;
+// Whether what a loop works out of its thread is worked out again for each segment and stays in no register between: 3 %
+// faster with 64 tokens of 12 warps, up to 2 % slower with 128 tokens.
+constexpr bool ANEW = T::TOKENS <= 64;
 
 // The units of a slot. GROUP_K: rows of a group (WgmmaUnit).
 template <int GROUP_K> struct Units {
@@ -82,7 +85,7 @@ template <class F> DEVICE void by_group(const Problem &p, const F &loop) {
   }
 }
 
-// A segment by one of the loops; what it needs is worked out again, so that nothing of it stays in a register between them.
+// A segment by one of the loops.
 struct OfSegment {
   const Problem &p;
   const int slot;
@@ -103,7 +106,12 @@ struct OfRun {
 
   template <int GROUP_K> DEVICE void run() const {
     Units<GROUP_K> units(p, slot, threadIdx.x, ring);
-    each_segment(p, [&](Sums<T> &sums, const Segment &segment) { units.add(sums, segment); });
+    each_segment(p, [&](Sums<T> &sums, const Segment &segment) {
+      if constexpr (ANEW)
+        OfSegment{p, slot, ring, sums, segment}.template run<GROUP_K>();
+      else
+        units.add(sums, segment);
+    });
   }
 };
 
