@@ -5,8 +5,8 @@ Runs on a machine with neither GPU nor driver nor toolkit: the compiler is the p
 manifest go to ``kernels/cubins``; a file whose sources, options and compiler are unchanged is kept. A kernel
 that spills registers, or whose warpgroup products the assembler serialized, fails the build.
 
-Most of a compile's time goes into making PTX. Architectures have the same where a kernel has the same defines:
-it is made once, and only assembled for the others.
+Most of a compile's time goes into making PTX. Architectures have the same where a kernel has the same
+defines: it is made once, and only assembled for the others.
 
     python -m w4pack.kernels.build [--arch sm_90a ...] [--jobs 2] [--only TEXT] [--tiles FILE]
 """
@@ -42,9 +42,9 @@ from w4pack.kernels.quarot.file import File
 SOURCES = Path(__file__).resolve().parent / "csrc"
 ALLOWED_SPILLS = int(os.environ.get("W4PACK_SPILLS", "0"))  # tuning may look at kernels that spill a little
 FILES = Callable[[str], Iterable[File]]  # an architecture's
-# Architectures have the same PTX where the defines are, but for what ``retarget`` changes; that of the first which
-# is asked for is compiled. The compiler has one optimizer up to sm_90 and another from sm_100 on: cards from there on
-# take PTX of the first, which most kernels' tests on a card are of, and which takes fewer registers.
+# Architectures have the same PTX where the defines are, but for what ``retarget`` changes: that of the first
+# of these which is asked for. The compiler has one optimizer up to sm_90 and another from sm_100 on; later
+# cards take what the first makes, too: it is what was tested on a card, and its code needs fewer registers.
 ORDER = ("sm_90a", "sm_100", "sm_120", "sm_80", "compute_80")
 PTX_OF = {"sm_100": "compute_90", "sm_120": "compute_90"}
 QUAROT: tuple[FILES, ...] = (int_tiles.files, int_moe_tiles.files, kv_tiles.files, quantize_plan.files)
@@ -81,7 +81,7 @@ def jobs(arch: str, extra: Iterable[tiles.Tile] = ()) -> Iterator[Job]:
                 yield _dequantize(arch, dtype, bits, zeros)
                 for tile in dict.fromkeys((*tiles.all_tiles(_table(arch), bits), *extra)):
                     yield _gemm(arch, tile, dtype, bits, zeros)
-                for tile in dict.fromkeys((*moe_tiles.all_tiles(_table(arch), bits), *extra)):
+                for tile in dict.fromkeys((*moe_tiles.all_tiles(_table(arch), bits, zeros), *extra)):
                     if not tile.producer:
                         yield _moe(arch, tile, dtype, bits, zeros)
     for files in QUAROT:
@@ -94,7 +94,7 @@ def _table(arch: str) -> str:
 
 
 def _dequantize(arch: str, dtype: str, bits: int, zeros: bool) -> Job:
-    entry = f"dequantize_{dtype}_b{bits}_{'zp' if zeros else 'sym'}"
+    entry = f"dequantize_{dtype}_b{bits}_{tiles.ZEROS[zeros]}"
     defines = (f"ENTRY={entry}", f"OUT_TYPE={dtype.upper()}", f"CODE_BITS={bits}", f"HAS_ZEROS={int(zeros)}")
     return Job("dequantize.cu", entry, arch, defines, hot=False)
 

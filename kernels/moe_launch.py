@@ -57,7 +57,7 @@ def run_gemm(
         return
     card = launch.device(index)
     arch, symmetric = launch.table_arch(card.arch), zeros is None
-    choice = chosen or moe_tiles.choose(arch, card.multiprocessors, pairs, experts, n, k, bits)
+    choice = chosen or moe_tiles.choose(arch, card.multiprocessors, pairs, experts, n, k, bits, not symmetric)
     stream = current_stream(index)
     space = card.workspace(stream)
     launch.start(

@@ -1,7 +1,8 @@
 """Which kernel runs a grouped product: a pure function of what the host knows, which is not the routing.
 
 The lines are the class ``moe`` of ``tiles_<arch>.json``: up to which number of pairs per expert (0: any), of
-chunks of 64 columns over all experts that can be busy (0: any) and of rows K (0: any) a tile serves.
+chunks of 64 columns over all experts that can be busy (0: any) and of rows K (0: any) a tile serves, and
+whether it serves symmetric weights alone (``sym``), those with zero points (``zp``), or both.
 ``csrc/moe_schedule.cuh`` finds each block's work from the routing.
 """
 
@@ -23,6 +24,11 @@ class Row:
     most_chunks: int
     most_k: int
     tile: tiles.Tile
+    kind: str = ""
+
+    def has(self, zeros: bool) -> bool:
+        """Whether the line serves weights with zero points, or symmetric ones."""
+        return self.kind in ("", tiles.ZEROS[zeros])
 
     def fits(self, pairs: int, experts: int, n: int, k: int) -> bool:
         """Whether the line serves a product."""
@@ -38,14 +44,16 @@ class Row:
 @cache
 def _rows(arch: str, bits: int) -> tuple[Row, ...]:
     rows = tiles.table(arch)["moe"][str(bits)]  # type: ignore[index]
-    return tuple(Row(int(p), int(chunks), int(k), tiles.tile_of(fields)) for p, chunks, k, fields in rows)
+    return tuple(
+        Row(int(p), int(chunks), int(k), tiles.tile_of(fields), *kind) for p, chunks, k, fields, *kind in rows
+    )
 
 
 def choose(
-    arch: str, multiprocessors: int, pairs: int, experts: int, n: int, k: int, bits: int
+    arch: str, multiprocessors: int, pairs: int, experts: int, n: int, k: int, bits: int, zeros: bool
 ) -> tiles.Launch:
     """Return the tile and grid of a grouped product; the last lines of a table serve everything."""
-    row = next(row for row in _rows(arch, bits) if row.fits(pairs, experts, n, k))
+    row = next(row for row in _rows(arch, bits) if row.has(zeros) and row.fits(pairs, experts, n, k))
     return tiles.Launch(row.tile, grid(row.tile, multiprocessors, pairs, experts, n, k))
 
 
@@ -73,9 +81,9 @@ def table_bytes(experts: int) -> int:
 
 def kernel_name(tile: tiles.Tile, dtype: str, bits: int, zeros: bool) -> str:
     """Return the entry of a grouped kernel, for example ``moe_fp16_b4_sym_mma_t8w2s4x4k128p2b2``."""
-    return f"moe_{dtype}_b{bits}_{'zp' if zeros else 'sym'}_{tile.text}"
+    return f"moe_{dtype}_b{bits}_{tiles.ZEROS[zeros]}_{tile.text}"
 
 
-def all_tiles(arch: str, bits: int) -> Iterator[tiles.Tile]:
+def all_tiles(arch: str, bits: int, zeros: bool) -> Iterator[tiles.Tile]:
     """Yield every tile that a table can choose, each once."""
-    yield from dict.fromkeys(row.tile for row in _rows(arch, bits))
+    yield from dict.fromkeys(row.tile for row in _rows(arch, bits) if row.has(zeros))

@@ -22,6 +22,7 @@ ARCHES = ("sm_80", "sm_90a", "sm_100", "sm_120")
 PTX_ARCH = "compute_80"
 LEAST_CAPABILITY = (8, 0)
 DTYPES = ("fp16", "bf16")
+ZEROS = ("sym", "zp")  # in the name of a kernel without zero points, and with
 GROUP_SIZES = (-1, 32, 64, 128)
 SUMS_PER_MULTIPROCESSOR = 192 * 1024  # bytes
 MARKED_PER_MULTIPROCESSOR = 48 * 1024  # bytes: 192 columns of 64 tokens, the largest tile that gains by marks
@@ -128,7 +129,7 @@ class Tile:
 
 def kernel_name(tile: Tile, dtype: str, bits: int, zeros: bool) -> str:
     """Return the entry of a W4A16 kernel, for example ``w4a16_fp16_b4_sym_mma_t8w2s4x4p4b2``."""
-    return f"w4a16_{dtype}_b{bits}_{'zp' if zeros else 'sym'}_{tile.text}"
+    return f"w4a16_{dtype}_b{bits}_{ZEROS[zeros]}_{tile.text}"
 
 
 @dataclass(frozen=True, slots=True)

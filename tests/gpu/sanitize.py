@@ -74,7 +74,7 @@ def experts() -> None:
     card = launch.device(0)
     arch = launch.table_arch(card.arch)
     for bits, zeros in ((4, False), (4, True), (8, True)):
-        for tile in moe_tiles.all_tiles(arch, bits):
+        for tile in moe_tiles.all_tiles(arch, bits, zeros):
             for k, n, counts in (
                 (2 * tile.unit, 192, (0, 3, 0, 17)),
                 (1024, 320, (tile.tokens + 1, 0, 1, 9)),

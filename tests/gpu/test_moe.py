@@ -129,10 +129,12 @@ def test_every_shape_and_routing(bits: int, zeros: bool, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_tile_serves_every_routing(bits: int, dtype: torch.dtype) -> None:
     arch, sms = _card()
-    for k, n, group, zeros in ((128, 64, 32, True), (768, 320, 128, False), (4096, 1024, 64, True)):
+    for k, n, group, zeros in (
+        (128, 64, 32, True), (768, 320, 128, False), (4096, 1024, 64, True), (1024, 448, 64, False)
+    ):  # fmt: skip
         layer = _layer(5, k, n, bits, group, zeros, dtype)
         x = torch.randn(300, k, device="cuda").to(dtype)
-        for tile in (t for t in moe_tiles.all_tiles(arch, bits) if k % t.unit == 0):
+        for tile in (t for t in moe_tiles.all_tiles(arch, bits, zeros) if k % t.unit == 0):
             for name, counts in ROUTINGS.items():
                 rows, offsets = _routed(counts, 300)
                 chosen = tiles.Launch(tile, moe_tiles.grid(tile, sms, rows.numel(), 5, n, k))
@@ -186,7 +188,7 @@ def test_identity_gives_each_experts_weight_bit_for_bit(bits: int, dtype: torch.
         x = torch.eye(k, dtype=dtype, device="cuda")
         rows = torch.arange(k, device="cuda", dtype=torch.int32).repeat(3)
         wanted = layer.dense.float().to(dtype).reshape(3 * k, 320)
-        for tile in (t for t in moe_tiles.all_tiles(arch, bits) if k % t.unit == 0):
+        for tile in (t for t in moe_tiles.all_tiles(arch, bits, True) if k % t.unit == 0):
             chosen = tiles.Launch(tile, moe_tiles.grid(tile, sms, 3 * k, 3, 320, k))
             assert torch.equal(_run(layer, x, rows, _offsets((k, k, k)), chosen), wanted), (tile, k, group)
 

@@ -29,7 +29,7 @@ def test_every_kernel_a_launch_can_name_is_built(arch: str) -> None:
             for zeros in (False, True):
                 for tile in tiles.all_tiles(table, bits):
                     assert tiles.kernel_name(tile, dtype, bits, zeros) in built
-                for tile in moe_tiles.all_tiles(table, bits):
+                for tile in moe_tiles.all_tiles(table, bits, zeros):
                     assert moe_tiles.kernel_name(tile, dtype, bits, zeros) in built
                 assert f"dequantize_{dtype}_b{bits}_{'zp' if zeros else 'sym'}" in built
         assert f"repack_b{bits}" in built
@@ -56,7 +56,7 @@ def test_every_tile_that_is_built_is_chosen_by_some_product(arch: str) -> None:
     few = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 320, 384, 511, 4095)
     cards = {"sm_80": (108, 46), "sm_90a": (132, 114), "sm_100": (148,), "sm_120": (170, 36)}[arch]
     products = [(card, m, n, k) for card in cards for m in few for n, k in sizes]
-    each = (1, 4, 5, 6, 10, 12, 15, 18, 26, 42, 72, 200)  # pairs an expert
+    each = (1, 4, 5, 6, 10, 12, 15, 18, 26, 42, 50, 74, 92, 200)  # pairs an expert
     for bits in (4, 8):
         chosen = {
             tiles.choose(arch, card, room << 10, m, *size, bits).tile
@@ -65,13 +65,14 @@ def test_every_tile_that_is_built_is_chosen_by_some_product(arch: str) -> None:
             if m < tiles.dense_from(arch)
         }
         assert chosen == set(tiles.all_tiles(arch, bits))
-        grouped = {
-            moe_tiles.choose(arch, 132, pairs * experts, experts, n, k, bits).tile
-            for pairs in each
-            for experts in (1, 8, 128)
-            for n, k in (*sizes, (768, 2048), (1536, 2048))
-        }
-        assert grouped == set(moe_tiles.all_tiles(arch, bits))
+        for zeros in (False, True):
+            grouped = {
+                moe_tiles.choose(arch, 132, pairs * experts, experts, n, k, bits, zeros).tile
+                for pairs in each
+                for experts in (1, 8, 128)
+                for n, k in (*sizes, (768, 2048), (1536, 2048))
+            }
+            assert grouped == set(moe_tiles.all_tiles(arch, bits, zeros))
     for order in int_tiles.KINDS:
         found = {(g, int_tiles.choose(arch, *p, order, g)) for g in tiles.GROUP_SIZES for p in products}
         named = {

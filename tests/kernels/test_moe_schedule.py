@@ -145,10 +145,10 @@ def test_nothing_to_do() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_grouped_product_finds_a_tile_that_fits(arch: str, bits: int) -> None:
     shapes = ((64, 64), (1536, 2048), (2048, 768), (28672, 4096), (4096, 14336), (320, 192), (192, 2752))
-    for (n, k), experts, pairs in itertools.product(
-        shapes, (1, 8, 128, 512), (1, 2, 8, 128, 512, 2048, 70000)
+    for (n, k), experts, pairs, zeros in itertools.product(
+        shapes, (1, 8, 128, 512), (1, 2, 8, 128, 512, 2048, 70000), (False, True)
     ):
-        found = moe_tiles.choose(arch, MULTIPROCESSORS[arch], pairs, experts, n, k, bits)
+        found = moe_tiles.choose(arch, MULTIPROCESSORS[arch], pairs, experts, n, k, bits, zeros)
         assert k % found.tile.unit == 0
         assert 1 <= found.grid <= MULTIPROCESSORS[arch] * found.tile.blocks
 
@@ -156,11 +156,11 @@ def test_every_grouped_product_finds_a_tile_that_fits(arch: str, bits: int) -> N
 @pytest.mark.parametrize("arch", tiles.ARCHES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_grouped_tiles_fit_the_card(arch: str, bits: int) -> None:
-    for tile in moe_tiles.all_tiles(arch, bits):
-        for zeros in (False, True):
-            shared = moe_tiles.shared_bytes(tile, moe_tiles.MOST_EXPERTS, bits, zeros)
-            assert shared <= SHARED_PER_BLOCK[arch] * 1024, tile
-            assert (shared + 1024) * tile.blocks <= SHARED_PER_MULTIPROCESSOR[arch] * 1024, tile
+    every = [(tile, zeros) for zeros in (False, True) for tile in moe_tiles.all_tiles(arch, bits, zeros)]
+    for tile, zeros in every:
+        shared = moe_tiles.shared_bytes(tile, moe_tiles.MOST_EXPERTS, bits, zeros)
+        assert shared <= SHARED_PER_BLOCK[arch] * 1024, tile
+        assert (shared + 1024) * tile.blocks <= SHARED_PER_MULTIPROCESSOR[arch] * 1024, tile
         assert tile.threads <= 1024 and tile.threads * tile.blocks <= 2048
         assert tile.fits_workspace and tile.slots <= 2 * tile.words and tile.sharing == tiles.COLLECTED
         assert tile.engine == "mma" or (arch == "sm_90a" and not tile.producer)
