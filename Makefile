@@ -32,7 +32,7 @@ test: .venv/stamp .venv-low/stamp .venv-high/stamp kernels ## run the whole suit
 	$(PYTEST)
 
 # No crashes, no random inputs, no servers, no other environments.
-test-fast: .venv/stamp ## under a minute: what to run while editing
+test-fast: .venv/stamp ## about a minute: what to run while editing
 	$(PYTEST) -q -m "not slow and not hub" tests/unit tests/golden tests/cli tests/docs tests/test_imports.py
 
 test-matrix: .venv/stamp .venv-low/stamp .venv-high/stamp ## transformers and huggingface_hub: lowest, newest

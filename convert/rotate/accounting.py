@@ -135,7 +135,7 @@ def _complete(
             "the layers are not those that the config counts",
             code="layer-count",
             where=architecture.layers,
-            expected=f"num_hidden_layers {count}, each layer from 0 on",
+            expected=f"num_hidden_layers {str(count)[:40]}, each layer from 0 on",
             found=f"{len(by_layer)} layers" + (f", up to {max(by_layer)}" if by_layer else ""),
         )
     return range(count)

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 STOP, LENGTH, CONTEXT = "stop", "length", "context"  # why an answer ended
-DECORATORS = ("torch.utils._contextlib",)  # `no_grad`, which `generate` itself runs in
+# What a setting of a wrong type or size ends in. No RuntimeError: where memory ends, that is one too.
+OF_SETTINGS = (
+    ValueError, TypeError, ImportError, LookupError, AttributeError, ArithmeticError, NotImplementedError,
+)  # fmt: skip
+A_MODULE_RUNS = "torch.nn.modules.module"  # calls every module
 NEEDS = ("running a model", ("torch", "transformers"), "gpu")  # what, packages, the extra that brings them
 
 
@@ -170,9 +174,9 @@ def _run(speaker: Speaker, ids: "Tensor", stream: "Stream") -> None:
             **sampling,
             **one,
         )
-    except (ValueError, TypeError, ImportError) as error:
-        if stream.count or not _of_transformers(error):
-            raise  # no setting: those are taken by transformers' own code, before the first token
+    except OF_SETTINGS as error:
+        if not _of_transformers(error):
+            raise  # no setting: those are taken by transformers' own code
         raise UsageError(
             "transformers cannot generate with the model's settings",
             where="generation_config.json",
@@ -182,12 +186,10 @@ def _run(speaker: Speaker, ids: "Tensor", stream: "Stream") -> None:
 
 
 def _of_transformers(error: Exception) -> bool:
-    """Tell whether an error comes out of transformers' own code, with none of ours or torch's below it: a
-    module that runs is called by torch's.
-    """
+    """Tell whether an error comes out of transformers' own code, with none of ours below it and no module."""
     _, *below = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
-    packages = {name.partition(".")[0] for name in below if name not in DECORATORS}
-    return "transformers" in packages and not packages & {"w4pack", "torch"}
+    packages = {name.partition(".")[0] for name in below}
+    return "transformers" in packages and "w4pack" not in packages and A_MODULE_RUNS not in below
 
 
 def _ends(model: "PreTrainedModel") -> list[int]:

@@ -339,6 +339,11 @@ def converted(shelf: Shelf, names: list[str]) -> Iterator[Case]:
                     yield as_checked(f"{engine}-{name}-to-{target}", engine, out, source)
 
 
+def has_fixtures() -> bool:
+    """Tell whether the full set of fixtures is at hand."""
+    return checkpoints.shared_root() is not None
+
+
 def decodable() -> list[str]:
     """Return the fixtures that decode to weights."""
     return [

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from artifact_cases import artifact, artifacts, damaged, older
-from cases import TOKENS, Case, Shelf, converted, decodable, edits, rebuilt, settings, sources
+from cases import TOKENS, Case, Shelf, converted, decodable, edits, has_fixtures, rebuilt, settings, sources
 from flag_cases import PLAIN, flags
 from mixed_cases import few, mixed
 from page import Answer, write_page
@@ -262,6 +262,10 @@ def main() -> int:
     )
     options.add_argument("--no-page", action="store_true")
     args = options.parse_args()
+    if not has_fixtures():
+        options.error(
+            "needs the full set of fixtures: W4PACK_SHARED=FOLDER, or a folder shared beside the checkout"
+        )
     names = args.names.split(",") if args.names else decodable()
     only = set(args.only.split(","))
     found = [c for c in gathered(only, names) if args.engine in (None, c.engine)]

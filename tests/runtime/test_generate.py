@@ -168,6 +168,9 @@ def test_wrong_uses_are_told(out: Path, chatty: Path, demo: Path, tmp_path: Path
         ({"eos_token_id": "abc"}, "TypeError"),
         ({"cache_implementation": "quantized"}, "Error"),
         ({"exponential_decay_length_penalty": ["a", 1.0]}, "TypeError"),
+        ({"exponential_decay_length_penalty": [1]}, "IndexError"),
+        ({"forced_eos_token_id": 10**9}, "IndexError"),
+        ({"prefill_chunk_size": "x"}, "TypeError"),
     ],
 )
 def test_settings_that_transformers_cannot_take_are_told(
@@ -187,7 +190,7 @@ def raising(name: str, error: type[Exception]) -> Any:
     return module["raising"]
 
 
-@pytest.mark.parametrize("error", [ValueError, TypeError, ImportError])
+@pytest.mark.parametrize("error", [ValueError, TypeError, ImportError, IndexError, AttributeError])
 @pytest.mark.parametrize(
     ("place", "name", "module"),
     [
