@@ -36,7 +36,7 @@ class BuildPy(build_py):
         """Build, and in editable mode lay the links."""
         # Whatever lies in build/lib is packed: of an earlier build also modules that were deleted since.
         if not self.editable_mode:
-            remove(Path(self.build_lib))
+            remove(Path(self.build_lib, "w4pack"))
         super().run()
         if self.editable_mode:
             link_dev_tree(ROOT)
