@@ -6,7 +6,7 @@ Only the errors are imported here: it is there before anything can fail.
 import errno
 import signal
 import sys
-from collections.abc import Container
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 from w4pack.convert.errors import EXIT_SIGINT, EXIT_SIGTERM, NobodyReads, StdoutError, W4PackError
@@ -48,10 +48,13 @@ def told(err: Exception) -> W4PackError:
     return _no_memory(err) if _is_memory(err) else _no_files(err) or _bug(err)
 
 
-def of_options(err: W4PackError, given: Container[str]) -> W4PackError:
-    """Let an error that names a parameter of the Python API name the option that stands for it."""
+def of_options(err: W4PackError, given: Mapping[str, object]) -> W4PackError:
+    """Let an error that names a parameter of the Python API name the option that stands for it. A path that
+    was given stays what it is, whatever its name.
+    """
+    paths = {str(value) for value in given.values()}
     for one in (err, *err.problems):
-        if one.where in given:
+        if one.where in given and one.where not in paths:
             name, option = f"`{one.where}`", f"--{str(one.where).replace('_', '-')}"
             one.what = one.what.replace(name, f"`{option}`")
             one.hint = one.hint and one.hint.replace(name, f"`{option}`")

@@ -250,13 +250,25 @@ def prune(rows: list[Row], wanted: Sequence[Job], out: Path = CUBINS) -> list[Ro
     return [row for row in rows if row["path"] not in stale]
 
 
-def read_tiles(path: str | None) -> list[tiles.Tile]:
+def read_tiles(path: str) -> list[tiles.Tile]:
     """Return the candidate tiles of a JSON list of rows, as in the tables."""
-    return (
-        [tiles.Tile(str(row[0]), *map(int, row[1:])) for row in json.loads(Path(path).read_text())]
-        if path
-        else []
-    )
+    try:
+        return [tiles.Tile(str(row[0]), *map(int, row[1:])) for row in json.loads(Path(path).read_text())]
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise argparse.ArgumentTypeError(f"{path} is no list of tiles: {error}") from None
+
+
+def _jobs(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of compiles at a time")
+    return int(text)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text} is no regular expression: {error}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -264,13 +276,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m w4pack.kernels.build", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--arch", nargs="+", default=[*tiles.ARCHES, tiles.PTX_ARCH])
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--only", default="", help="only entries that match this regular expression")
-    parser.add_argument("--tiles", help="JSON list of candidate tiles to build besides the tables'")
+    parser.add_argument("--arch", nargs="+", choices=ORDER, default=[*tiles.ARCHES, tiles.PTX_ARCH])
+    parser.add_argument("--jobs", type=_jobs, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--only", type=_pattern, default="", help="only entries that match this regular expression"
+    )
+    parser.add_argument(
+        "--tiles",
+        type=read_tiles,
+        default=[],
+        help="JSON list of candidate tiles to build besides the tables'",
+    )
     options = parser.parse_args(arguments)
-    wanted = [job for arch in options.arch for job in jobs(arch, read_tiles(options.tiles))]
-    wanted = [job for job in wanted if re.search(options.only, job.entry)]
+    wanted = [job for arch in options.arch for job in jobs(arch, options.tiles)]
+    wanted = [job for job in wanted if not options.only or options.only.search(job.entry)]
     try:
         groups = of_one_compile(due(wanted))
         if groups:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from w4pack.convert import formats
+from w4pack.convert.core.dtypes import FLOAT_TAGS
 from w4pack.convert.core.order import natural_group
 from w4pack.convert.core.scheme import ONE_GROUP, QuantScheme
 from w4pack.convert.dialects import ModuleClaim
@@ -70,7 +71,7 @@ def read_layer(name: str, local: Mapping[str, TensorInfo], read: Reading) -> Sou
         perm = read.checkpoint.read(local["act_perm"].name)
         group = group_of_act_perm(perm, match.in_features, size, local["act_perm"].name)
     order = orders.classify(group, size, match.groups)
-    scales = next(t for s, t in local.items() if s in ("scales", "s", "weight_scale"))
+    scales = _scales(local)
     scheme = QuantScheme(
         match.bits, size, False, order.is_real, match.in_features, match.out_features, scales.dtype
     )
@@ -84,6 +85,21 @@ def read_layer(name: str, local: Mapping[str, TensorInfo], read: Reading) -> Sou
     return SourceLayer(
         name, layout, replace(scheme, sym=reading.sym), reading, order, tensors, local.get("bias")
     )
+
+
+def _scales(local: Mapping[str, TensorInfo]) -> TensorInfo:
+    """Return the tensor of scales. Raises Refused if it holds no numbers that layouts have scales of."""
+    scales = next(t for s, t in local.items() if s in ("scales", "s", "weight_scale"))
+    if scales.dtype not in FLOAT_TAGS:
+        raise Refused(
+            "scales are of a dtype that no layout has",
+            code="scale-dtype",
+            where=scales.name,
+            expected=", ".join(FLOAT_TAGS),
+            found=scales.dtype,
+            hint=FROM_16_BIT,
+        )
+    return scales
 
 
 def _match(name: str, local: Mapping[str, TensorInfo], read: Reading) -> tuple[str, formats.Match]:

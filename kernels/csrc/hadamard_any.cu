@@ -13,7 +13,7 @@
 #include "quantize_row.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, MOST_SMALL = 28;
-constexpr int RESIDENT = 2;  // blocks a multiprocessor
+constexpr int RESIDENT = 2;  // blocks a multiprocessor; left to the assembler, it takes as many, and on sm_120 75 words spill
 
 struct Plan {
   const int *entries;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,22 @@ def test_f20_bad_scale_stops_with_tensor_index_and_count(
     done = refused(source, tmp_path / "out", target, f"{MLP}.down_proj.scales", code=1)
     assert done.says("[1, 37]") or done.says("1, 37")
     assert done.says("2")
+
+
+@pytest.mark.parametrize("tag", ["I16", "U16"])
+@pytest.mark.parametrize("target", EVERY)
+def test_f20_scales_that_are_no_floats_are_refused(tag: str, target: str, tmp_path: Path) -> None:
+    name = f"{MLP}.down_proj.scales"
+    source = b.write(tmp_path / "src", made(), b.gptq, b.gptq_config())
+    (file,) = source.glob("*.safetensors")
+    data = file.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    header[name]["dtype"] = tag
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    done = refused(source, tmp_path / "out", target, name, code=3)
+    assert done.says(tag) and done.says("F16, BF16, F32")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -183,3 +183,15 @@ def test_columns_of_a_rank_in_whole_tiles(tmp_path: Path) -> None:
     assert limits(source, tmp_path / "out", "gptq", 8) == []
     (found,) = limits(source, tmp_path / "art", "marlin", 8)
     assert found["found"] == "N/8 = 32; the largest that fits is TP 4"
+
+
+@pytest.mark.parametrize("name", ["seed", "out"])
+def test_a_path_named_as_an_option_is_told_as_a_path(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "model")
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "kept").touch()
+    monkeypatch.chdir(tmp_path)
+    done = run("convert", "model", name)
+    assert done.code != 0 and f"where: {name}\n" in done.err

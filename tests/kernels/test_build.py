@@ -248,6 +248,23 @@ PTX = b"""//
 """
 
 
+def test_the_ptx_that_a_file_is_made_of_is_part_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = build.Job("gather.cu", "a", "sm_100", ())
+    keys = {build.key_of(build.Job("gather.cu", "a", arch, ())) for arch in build.ORDER}
+    assert len(keys) == len(build.ORDER) and build.key_of(job) in keys
+    monkeypatch.setitem(build.PTX_OF, "sm_100", "compute_100")
+    assert build.key_of(job) not in keys
+
+
+@pytest.mark.parametrize(
+    "words", [("--arch", "sm_89"), ("--jobs", "0"), ("--only", "["), ("--tiles", "/nothing")]
+)
+def test_wrong_words_are_told_in_a_line(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build.main(words)
+    assert words[0] in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_what_has_the_same_defines_is_one_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, assembled = [], []
 
