@@ -149,7 +149,9 @@ def assembler() -> Path:
 
 
 def retarget(ptx: bytes, arch: str) -> bytes:
-    """Return PTX as the compiler makes it for ``arch``, of that for an earlier one of ``build.ORDER``."""
+    """Return the PTX of a later architecture, up to sm_90a, for ``arch``: as the compiler makes it for sm_80,
+    and as cards from sm_100 on take it (``build.PTX_OF``).
+    """
     if arch in BEFORE_PROGRAMMATIC:
         ptx = PROGRAMMATIC.sub(b"", ptx)
     target = arch.replace("compute", "sm").encode()
