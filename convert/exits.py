@@ -4,6 +4,7 @@ Only the errors are imported here: it is there before anything can fail.
 """
 
 import errno
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -52,7 +53,7 @@ def of_options(err: W4PackError, given: Mapping[str, object]) -> W4PackError:
     """Let an error that names a parameter of the Python API name the option that stands for it. A path that
     was given stays what it is, whatever its name.
     """
-    paths = {str(value) for value in given.values()}
+    paths = {os.path.normpath(value) for value in given.values() if isinstance(value, str)}
     for one in (err, *err.problems):
         if one.where in given and one.where not in paths:
             name, option = f"`{one.where}`", f"--{str(one.where).replace('_', '-')}"

@@ -131,9 +131,9 @@ def compile_job(job: Job) -> Compiled:
     """
     try:
         made = compile_source(SOURCES / job.source, PTX_OF.get(job.arch, job.arch), job.defines)
-        return _follow(job, made.ptx) if job.arch in PTX_OF else made
     except BuildError as error:
         raise BuildError(f"{job.path} does not compile\n{error}") from None
+    return _follow(job, made.ptx) if job.arch in PTX_OF else made
 
 
 @cache
@@ -225,7 +225,10 @@ def _make(jobs: Sequence[Job], out: Path) -> list[Row]:
 def _follow(job: Job, ptx: bytes) -> Compiled:
     """Make a file of another compile's PTX. What PTX takes of a card is known on the card: it has no log."""
     own = retarget(ptx, job.arch)
-    return Compiled(own, "", own) if job.suffix == "ptx" else assemble(own, job.arch)
+    try:
+        return Compiled(own, "", own) if job.suffix == "ptx" else assemble(own, job.arch)
+    except BuildError as error:
+        raise BuildError(f"{job.path} cannot be assembled\n{error}") from None
 
 
 def _write(job: Job, result: Compiled, out: Path) -> Row:
@@ -264,9 +267,9 @@ def _jobs(text: str) -> int:
     return int(text)
 
 
-def _pattern(text: str) -> re.Pattern[str]:
+def _pattern(text: str) -> re.Pattern[str] | None:
     try:
-        return re.compile(text)
+        return re.compile(text) if text else None
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text} is no regular expression: {error}") from None
 
@@ -278,9 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--arch", nargs="+", choices=ORDER, default=[*tiles.ARCHES, tiles.PTX_ARCH])
     parser.add_argument("--jobs", type=_jobs, default=os.cpu_count() or 1)
-    parser.add_argument(
-        "--only", type=_pattern, default="", help="only entries that match this regular expression"
-    )
+    parser.add_argument("--only", type=_pattern, help="only entries that match this regular expression")
     parser.add_argument(
         "--tiles",
         type=read_tiles,

@@ -171,6 +171,7 @@ def _run(speaker: Speaker, ids: "Tensor", stream: "Stream") -> None:
             pad_token_id=speaker.tokenizer.pad_token_id if first is None else first,
             logits_processor=LogitsProcessorList([FiniteScores(model)]),
             streamer=stream,
+            tokenizer=speaker.tokenizer,  # for `stop_strings`
             **sampling,
             **one,
         )

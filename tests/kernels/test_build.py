@@ -303,6 +303,17 @@ def test_what_has_the_same_defines_is_one_compile(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "compute_80-a.ptx").read_bytes() == b"code of compute_80"
 
 
+def test_what_cannot_be_assembled_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def assemble(ptx: bytes, arch: str) -> build.Compiled:
+        raise build.BuildError("fatal")
+
+    monkeypatch.setattr(build, "compile_job", lambda job: build.Compiled(b"code", "", PTX % b"sm_90a"))
+    monkeypatch.setattr(build, "assemble", assemble)
+    wanted = [build.Job("gather.cu", "a", arch, ()) for arch in ("sm_90a", "sm_100")]
+    rows, failures = build.build(wanted, 1, tmp_path)
+    assert not rows and failures == ["sm_100-a.cubin cannot be assembled\nfatal"]
+
+
 def test_other_defines_are_another_compile() -> None:
     same = [build.Job("gather.cu", "a", arch, ("X=1",)) for arch in ("sm_80", "sm_120", "sm_90a")]
     other = build.Job("gather.cu", "a", "sm_80", ("X=2",))

@@ -183,6 +183,19 @@ def test_settings_that_transformers_cannot_take_are_told(
     assert result.exit_code == 2 and "generation_config.json" in result.stderr and named in result.stderr
 
 
+def test_an_answer_ends_where_the_file_says(out: Path, tmp_path: Path) -> None:
+    words = ("--device", "cpu", "--max-new-tokens", "4", "--json")
+    whole = json.loads(run(out, "hello", *words).stdout)
+    folder = tmp_path / "settings"
+    shutil.copytree(out, folder)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings["stop_strings"] = [whole["text"][:1]]
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    cut = json.loads(run(folder, "hello", *words).stdout)
+    assert cut["finish"] == "stop" and cut["new_tokens"] < whole["new_tokens"] == 4
+    assert whole["text"].startswith(cut["text"])
+
+
 def raising(name: str, error: type[Exception]) -> Any:
     """A function of the module of a name that raises an error."""
     module = {"__name__": name, "error": error}
